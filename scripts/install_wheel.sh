@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs the wheel for this clone: into build/site, which arm.sh puts in
+# front of the environment that all clones share.
+#
+#   scripts/install_wheel.sh WHEEL
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+rm -rf "$SITE"
+target=(--target "$SITE")
+[ "$HOST_ARCH" = aarch64 ] || target+=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
+"$TOOLS/bin/uv" pip install --quiet --no-deps "${target[@]}" "${1:?WHEEL}"
+python=$VENV/bin/python3
+[ "$HOST_ARCH" = aarch64 ] || python=/opt/venv/bin/python3
+for script in "$SITE"/bin/*; do sed -i "1s|^#!.*|#!$python|" "$script"; done
+touch "$SITE/.installed"
