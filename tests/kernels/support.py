@@ -36,7 +36,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 # Unit roundoff of each type: half a unit in the last place, relative.
-ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-9}
+ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 
 
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -1,0 +1,34 @@
+// How argmax and Gumbel sampling cut a row; also sizes their workspaces.
+#pragma once
+
+#include <cstdint>
+
+namespace vac {
+namespace {  // a tier must not link to another's copy
+
+// Logits of a row that one thread looks at: half a microsecond of work, and a
+// vocabulary of 128 K tokens still has enough pieces for 64 threads.
+constexpr int64_t kPieceSize = 2048;
+
+constexpr int64_t pieces_of(int64_t vocab_size) { return (vocab_size + kPieceSize - 1) / kPieceSize; }
+
+// Logits that share one maximum in top_k_top_p_mask.
+constexpr int64_t kMaskBlock = 64;
+
+constexpr int64_t mask_blocks_of(int64_t vocab_size) { return (vocab_size + kMaskBlock - 1) / kMaskBlock; }
+
+// One row's scratch in top_k_top_p_mask: a maximum per block, then a key and a
+// probability per logit; each padded to whole cache lines.
+constexpr int64_t padded_to_16(int64_t count) { return (count + 15) / 16 * 16; }
+constexpr int64_t mask_workspace_words(int64_t vocab_size) {
+    return padded_to_16(mask_blocks_of(vocab_size)) + 2 * padded_to_16(vocab_size);
+}
+
+// A piece's best score and the token that has it.
+struct Best {
+    float score;
+    int32_t token;
+};
+
+}  // namespace
+}  // namespace vac

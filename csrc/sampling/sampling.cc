@@ -1,0 +1,28 @@
+// Exports of the sampling kernels and the sizes of their workspaces; their code is in the .tier.cc files.
+#include "vac/sampling.h"
+
+#include "common/dispatch.h"
+#include "sampling/pieces.h"
+
+VAC_DEFINE_KERNEL(argmax_partial)
+VAC_DEFINE_KERNEL(argmax_merge)
+VAC_DEFINE_KERNEL(softmax_rows)
+VAC_DEFINE_KERNEL(gumbel_argmax_partial)
+VAC_DEFINE_KERNEL(gumbel_argmax_merge)
+VAC_DEFINE_KERNEL(top_k_top_p_mask)
+
+extern "C" {
+
+VAC_EXPORT size_t vac_argmax_workspace_size(int64_t num_reqs, int64_t vocab_size) {
+    return static_cast<size_t>(num_reqs * vac::pieces_of(vocab_size)) * sizeof(float);
+}
+
+VAC_EXPORT size_t vac_gumbel_argmax_workspace_size(int64_t num_reqs, int64_t vocab_size) {
+    return static_cast<size_t>(num_reqs * vac::pieces_of(vocab_size)) * sizeof(vac::Best);
+}
+
+VAC_EXPORT size_t vac_top_k_top_p_mask_workspace_size(int64_t vocab_size, int64_t num_workspaces) {
+    return static_cast<size_t>(num_workspaces * vac::mask_workspace_words(vocab_size)) * sizeof(float);
+}
+
+}  // extern "C"
