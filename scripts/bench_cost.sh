@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Costs of the kernels, upstream's beside them: modelled cycles under emulation,
+# wall time on a real Arm machine. Writes build/bench-cost.json.
+#
+#   scripts/bench_cost.sh [CASE...]
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+cd "$PROJECT"
+if [ "$HOST_ARCH" = aarch64 ]; then
+    cases=("$@")
+    [ $# -gt 0 ] || mapfile -t cases < <(scripts/arm.sh python3 benchmarks/run_cases.py | tr -d '[]",' | tr ' ' '\n' | grep .)
+    exec scripts/arm.sh python3 benchmarks/run_cases.py --time "${cases[@]}"
+fi
+exec "$TOOLS/bin/python" benchmarks/bench_cost.py --root "$ROOT" --site "$SITE" \
+    --packages "$VENV/lib/python$GUEST_PYTHON/site-packages" --output "$BUILD/bench-cost.json" "$@"

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Runs the tests: what needs no Arm code on this machine, the rest on Arm, two
+# groups at a time. Each group has a time limit, a log in build/ and a line.
+#
+#   scripts/test.sh all | fast | unit | kernels | integration | e2e
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+cd "$PROJECT"
+mkdir -p "$BUILD"
+failed="$BUILD/test-failed"
+rm -f "$failed"
+
+# group NAME SECONDS COMMAND...
+group() {
+    local name=$1 seconds=$2 log="$BUILD/test-$1.log" start=$SECONDS result=passed
+    shift 2
+    timeout -k 30 "$seconds" "$@" >"$log" 2>&1 </dev/null || result="FAILED ($?)"
+    printf 'test: %-22s %-12s %4d s   %s\n' "$name" "$result" $((SECONDS - start)) \
+        "$(grep -E '^=+ .*(passed|failed|error|no tests).*=+$|^[0-9]+ (passed|failed)' "$log" | tail -n 1 | tr -d '=')"
+    [ "$result" = passed ] || { echo "$name" >>"$failed"; tail -n 80 "$log"; }
+}
+
+# pytest on Arm, against the installed wheel; the sources come behind it.
+on_arm() {
+    local cpu=()
+    [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu "$1")
+    scripts/arm.sh "${cpu[@]}" env PYTHONPATH=/src/build/site:/src "${@:2:$#-2}" python3 -m pytest -p no:cacheprovider "${@: -1}"
+}
+export -f on_arm fail
+export HOST_ARCH
+
+unit() { group unit 300 "$TOOLS/bin/python" -m pytest -p no:cacheprovider tests/unit; }
+kernels() {
+    group kernels-v2 900 bash -c 'on_arm neoverse-v2 tests/kernels'
+    group kernels-n1 900 bash -c 'on_arm neoverse-n1 tests/kernels'
+}
+integration() {
+    group integration-v2 1500 bash -c 'on_arm neoverse-v2 tests/integration'
+    group integration-n1 1200 bash -c 'on_arm neoverse-n1 tests/integration/test_generation.py'
+}
+e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
+
+case "${1:?}" in
+unit | kernels | integration | e2e) "$1" ;;
+fast) unit; kernels ;;
+all)
+    { unit; kernels; } &
+    first=$!
+    e2e
+    wait $first
+    integration
+    ;;
+*) fail "unknown group $1" "one of all, fast, unit, kernels, integration, e2e" ;;
+esac
+# The counts of all groups together, for those who read the last line only.
+count() { cat "$BUILD"/test-*.log | grep -oE "^=+ .*=+$|^[0-9]+ (passed|failed|skipped).*" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'; }
+if [ "$1" = all ]; then echo "$(count passed) passed, $(count failed) failed, $(count skipped) skipped"; fi
+[ ! -s "$failed" ] || { echo "test: failed: $(tr '\n' ' ' <"$failed")"; exit 1; }

@@ -1,0 +1,135 @@
+"""The engine gives the reference's tokens, however the work is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.integration.engine import GOLDEN, MODEL, assert_golden, engine, golden_prompts, greedy, metric, worker
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+
+
+def test_defaults() -> None:
+    """Our platform, worker, attention and layers serve, and give the golden tokens."""
+    with engine() as llm:
+        assert type(current_platform).__name__ == "ArmCpuPlatform"
+        assert type(worker(llm)).__name__ == "ArmCpuWorker"
+        model = worker(llm).model_runner.model
+        classes = {type(module).__name__ for module in model.modules()}
+        assert {"ArmRMSNorm", "ArmSiluAndMul"} <= classes
+        assert not {"RMSNorm", "SiluAndMul"} & classes
+        linears = [module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear")]
+        assert {type(linear).__name__ for linear in linears} == {"PackedLinear"}
+        context = worker(llm).model_runner.compilation_config.static_forward_context
+        assert {type(layer.impl).__name__ for layer in context.values()} == {"ArmAttentionImpl"}
+        # Weights are in memory once: the originals are gone, tied ones share a copy.
+        assert sum(parameter.numel() for name, parameter in model.named_parameters() if "proj" in name) == 0
+        assert model.lm_head.cpu_linear is model.model.embed_tokens.cpu_linear
+        assert llm.llm_engine.vllm_config.cache_config.block_size == 16
+
+        assert_golden(greedy(llm, golden_prompts()))
+        # One at a time, too: other tile shapes than in a batch.
+        for prompt, entry in list(zip(golden_prompts(), GOLDEN["prompts"], strict=True))[:2]:
+            assert greedy(llm, [prompt])[0][: len(entry["token_ids"])] == entry["token_ids"]
+
+
+def test_chunked_prefill() -> None:
+    """Prompts longer than the token budget are prefilled in pieces, mixed with decodes."""
+    with engine(max_num_batched_tokens=48, max_num_seqs=4, enable_prefix_caching=False) as llm:
+        assert max(map(len, golden_prompts())) > 4 * 48
+        assert_golden(greedy(llm, golden_prompts()))
+
+
+def test_whole_prefill_without_prefix_cache() -> None:
+    with engine(enable_chunked_prefill=False, enable_prefix_caching=False, max_num_batched_tokens=4096) as llm:
+        assert_golden(greedy(llm, golden_prompts()))
+        assert metric(llm, "vllm:prefix_cache_hits") == 0
+
+
+def test_prefix_cache_hits_and_changes_nothing() -> None:
+    with engine(enable_prefix_caching=True, max_num_batched_tokens=128) as llm:
+        assert_golden(greedy(llm, golden_prompts()))
+        first = metric(llm, "vllm:prefix_cache_hits")
+        assert_golden(greedy(llm, golden_prompts()))
+        assert metric(llm, "vllm:prefix_cache_hits") > first
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads(num_threads: int) -> None:
+    """The same tokens with a smaller and with a full team."""
+    with engine(environ={"VAC_THREADS": str(num_threads)}) as llm:
+        assert torch.get_num_threads() == num_threads
+        assert_golden(greedy(llm, golden_prompts()))
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_block_sizes(block_size: int) -> None:
+    with engine(block_size=block_size) as llm:
+        assert_golden(greedy(llm, golden_prompts()))
+
+
+def test_linears_on_torch() -> None:
+    """VAC_LINEAR=torch leaves the linear layers to torch, with the same result."""
+    with engine(environ={"VAC_LINEAR": "torch"}) as llm:
+        model = worker(llm).model_runner.model
+        assert model.model.layers[0].mlp.down_proj.cpu_linear is torch.nn.functional.linear
+        assert_golden(greedy(llm, golden_prompts()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_types(dtype: str) -> None:
+    with engine(dtype=dtype) as llm:
+        assert_golden(greedy(llm, golden_prompts()))
+
+
+def test_perplexity() -> None:
+    """The held-out text is as likely as the FP32 reference finds it, within 1 %."""
+    text = (MODEL / "heldout.txt").read_text()
+    window = GOLDEN["perplexity"]["window"]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with engine(max_model_len=window + 1) as llm:
+        tokenizer = llm.get_tokenizer()
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(tokens) == GOLDEN["perplexity"]["tokens"]
+        windows = [
+            {"prompt_token_ids": [tokenizer.bos_token_id, *tokens[start : start + window - 1]]}
+            for start in range(0, len(tokens), window - 1)
+        ]
+        outputs = llm.generate(windows, params, use_tqdm=False)
+    logprobs = [
+        entry[token].logprob
+        for output in outputs
+        for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    assert math.exp(-sum(logprobs) / len(logprobs)) == pytest.approx(GOLDEN["perplexity"]["heldout"], rel=0.01)
+
+
+def test_sampling() -> None:
+    """Seeds fix a request's tokens whatever is beside it; top-k and top-p restrict the choice."""
+    prompt = golden_prompts()[0]
+
+    def sample(llm: object, count: int, **parameters: object) -> list[list[int]]:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **parameters)  # type: ignore[arg-type]
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * count, params, use_tqdm=False)  # type: ignore[attr-defined]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with engine() as llm:
+        alone = sample(llm, 1, temperature=1.0, seed=7)[0]
+        assert sample(llm, 3, temperature=1.0, seed=7) == [alone] * 3
+        assert len({tuple(tokens) for tokens in sample(llm, 6, temperature=1.0)}) > 1
+        likeliest = greedy(llm, [prompt], 12)[0]
+        assert sample(llm, 2, temperature=1.0, top_k=1) == [likeliest] * 2
+        assert sample(llm, 2, temperature=1.0, top_p=1e-6) == [likeliest] * 2
+        narrow = sample(llm, 8, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, seed=1)
+        assert all(0 <= token < 2048 for tokens in narrow for token in tokens)
+
+
+def test_model_is_what_the_tests_think() -> None:
+    """The checkpoint has the properties that make the tests above mean something."""
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 8 << 20
+    longest = max(GOLDEN["prompts"], key=lambda entry: len(entry["prompt_token_ids"]))
+    assert len(longest["prompt_token_ids"]) > 200
+    assert all(len(entry["token_ids"]) >= 16 for entry in GOLDEN["prompts"])

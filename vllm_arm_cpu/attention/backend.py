@@ -1,0 +1,327 @@
+"""vLLM's attention backend on our kernels.
+
+The metadata builder plans a step once, natively; all layers share the plan.
+A layer's forward is one op list: write the step's keys and values into the
+cache, then attend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_arm_cpu.attention import kv_cache as cache
+from vllm_arm_cpu.native import library
+from vllm_arm_cpu.native.call import DTYPES, Call, KernelError, pointer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+ffi = library.ffi
+logger = init_logger("vllm.arm_cpu.attention")
+
+HEAD_SIZE_MULTIPLE = 16
+_KV_CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ArmAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """What the backend supports, and its parts."""
+
+    # One op list writes the cache and attends.
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        """A member of vLLM's backend enum: layers look it up by this name."""
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any multiple of 16."""
+        return head_size % HEAD_SIZE_MULTIPLE == 0
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Heads outside, the tokens of a block inside."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoder self-attention."""
+        return bool(attn_type == AttentionType.DECODER)
+
+    @classmethod
+    def unsupported_reason(cls, config: AttentionSelectorConfig) -> str | None:
+        """Why a layer is not ours, naming what is asked and what is allowed, or None."""
+        if config.use_mla or config.use_sparse:
+            return "multi-head latent and sparse attention have no kernel of ours"
+        if not cls.supports_attn_type(config.attn_type):
+            return f"{config.attn_type} attention has no kernel of ours (decoder self-attention has)"
+        if not cls.supports_head_size(config.head_size):
+            return f"head size {config.head_size} is not a multiple of {HEAD_SIZE_MULTIPLE}"
+        if config.dtype not in DTYPES:
+            return f"{config.dtype} is none of {', '.join(map(str, DTYPES))}"
+        asked = config.kv_cache_dtype
+        if asked is not None and _KV_CACHE_DTYPES.get(asked, "none of ours") not in (None, config.dtype):
+            return f"--kv-cache-dtype {asked} with a {config.dtype} model (supported: auto, or the model's own type)"
+        if config.block_size is not None and config.block_size % 16 != 0:
+            return f"block size {config.block_size} is not a multiple of 16"
+        if config.use_mm_prefix:
+            return "bidirectional multimodal prefixes have no kernel of ours"
+        return None
+
+    @staticmethod
+    def get_impl_cls() -> type[ArmAttentionImpl]:
+        return ArmAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ArmAttentionMetadataBuilder]:
+        return ArmAttentionMetadataBuilder
+
+
+@dataclass
+class ArmAttentionMetadata:
+    """One step's batch, shared by the layers of a KV cache group.
+
+    Attributes:
+        num_actual_tokens: tokens without padding.
+        query_start_loc: int32 [num_reqs + 1].
+        seq_lens: int32 [num_reqs], this step's tokens included.
+        block_table: int32 [num_reqs, blocks].
+        slot_mapping: int64 [>= num_actual_tokens].
+        request_causal: uint8 [num_reqs] where requests differ, else None.
+        plan: int32, what ``vac_attention_plan`` made of the batch.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+    request_causal: torch.Tensor | None
+    plan: torch.Tensor
+
+
+class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]):  # type: ignore[misc]
+    """Plans each step in native code."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._lib = library.load()
+        self._num_threads = self._lib.vac_max_threads()
+        self._args = ffi.new("vac_attention_plan_args *")
+        self._args.num_heads = get_num_attention_heads_from_layers(
+            vllm_config, layer_names
+        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self._args.num_kv_heads = kv_cache_spec.num_kv_heads
+        self._args.num_threads = self._num_threads
+        self._args.sliding_window = self._shared_window()
+
+    def _shared_window(self) -> int:
+        """The window of all layers of the group, 0 if they differ; the plan is right with any."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        windows = {getattr(layer.impl, "sliding_window", 0) for layer in layers.values()}
+        return int(windows.pop()) if len(windows) == 1 else 0
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ArmAttentionMetadata:
+        """Plan the step's attention.
+
+        Raises:
+            KernelError: a batch that the kernels refuse (a bug, not bad input).
+        """
+        common = common_attn_metadata
+        causal, request_causal = common.causal, None
+        if isinstance(causal, torch.Tensor):
+            request_causal = causal.to(torch.uint8).contiguous()
+            causal = True
+        # vLLM pads neither on a CPU, but says so nowhere.
+        query_start_loc = common.query_start_loc[: common.num_reqs + 1]
+        seq_lens = common.seq_lens[: common.num_reqs].to(torch.int32)
+        plan = torch.empty(
+            self._lib.vac_attention_plan_size(common.num_reqs, self._num_threads) // 4, dtype=torch.int32
+        )
+        args = self._args
+        args.query_start_loc = ffi.cast("int32_t *", query_start_loc.data_ptr())
+        args.seq_lens = ffi.cast("int32_t *", seq_lens.data_ptr())
+        args.request_causal = (
+            ffi.NULL if request_causal is None else ffi.cast("uint8_t *", request_causal.data_ptr())
+        )
+        args.num_reqs, args.causal = common.num_reqs, causal
+        status = self._lib.vac_attention_plan(args, ffi.cast("int32_t *", plan.data_ptr()), plan.numel() * 4)
+        if status != 0:
+            raise KernelError(
+                f"vac_attention_plan refused a batch of {common.num_reqs} requests: query_start_loc "
+                f"{query_start_loc.tolist()}, seq_lens {seq_lens.tolist()}"
+            )
+        return ArmAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=bool(causal),
+            request_causal=request_causal,
+            plan=plan,
+        )
+
+
+_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}
+
+
+def _workspace(head_size: int, v_head_size: int, num_threads: int) -> torch.Tensor:
+    """The workspace that all layers of these head sizes share, zeroed once."""
+    key = (head_size, v_head_size, num_threads)
+    if key not in _workspaces:
+        size = library.load().vac_attention_workspace_size(head_size, v_head_size, num_threads)
+        _workspaces[key] = torch.zeros(size + 64, dtype=torch.uint8)
+    return _workspaces[key]
+
+
+class ArmAttentionImpl(AttentionImpl):  # type: ignore[misc]
+    """One layer's attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise ValueError(f"attention arguments without a kernel of ours: {', '.join(kwargs)}")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale = float(scale)
+        self.num_queries_per_kv = num_heads // num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window = sliding_window or 0
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.sinks = sinks
+        self._alibi = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._sinks_fp32: torch.Tensor | None = None
+        self._attend = Call(("vac_attention", "vac_attention_args"))
+        self._write_and_attend = Call(
+            ("vac_kv_cache_write", "vac_kv_cache_write_args"), ("vac_attention", "vac_attention_args")
+        )
+        self._prepared_for: tuple[int, ...] = ()
+
+    def _prepare(self, kv_cache: torch.Tensor, v_head_size: int) -> None:
+        """Fill in what stays the same from step to step, once the cache is there."""
+        lib = library.load()
+        if self.sinks is not None:
+            # Loaded after the layer was built.
+            self._sinks_fp32 = self.sinks.to(torch.float32).contiguous()
+        workspace = _workspace(self.head_size, v_head_size, lib.vac_max_threads())
+        aligned = -(-workspace.data_ptr() // 64) * 64
+        write, *_ = self._write_and_attend.args
+        cache.set_cache(write, kv_cache, self.head_size, v_head_size)
+        for args in (self._attend.args[0], self._write_and_attend.args[1]):
+            cache.set_cache(args, kv_cache, self.head_size, v_head_size)
+            args.workspace = ffi.cast("void *", aligned)
+            args.alibi_slopes = ffi.cast("float *", pointer(self._alibi))
+            args.sinks = ffi.cast("float *", pointer(self._sinks_fp32))
+            args.num_heads, args.num_kv_heads = self.num_heads, self.num_kv_heads
+            args.sliding_window = self.sliding_window
+            args.scale, args.softcap = self.scale, self.logits_soft_cap
+        self._prepared_for = (kv_cache.data_ptr(), *kv_cache.shape)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: ArmAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write key and value into the cache, attend, fill ``output``.
+
+        query: [tokens, num_heads, head_size]; key, value: [tokens,
+        num_kv_heads, head_size], or None where the layer reads another
+        layer's cache; kv_cache: [blocks, num_kv_heads, block_size, 2 *
+        head_size]; output: [tokens, num_heads, v_head_size].
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("quantized attention output is not supported on Arm CPUs")
+        if attn_metadata is None:
+            # A profiling run without a cache.
+            return output.zero_()
+        v_head_size = output.shape[-1]
+        if self._prepared_for != (kv_cache.data_ptr(), *kv_cache.shape):
+            self._prepare(kv_cache, v_head_size)
+        if key is None or value is None or self.kv_sharing_target_layer_name is not None:
+            call = self._attend
+            args = call.args[0]
+        else:
+            call = self._write_and_attend
+            write, args = call.args
+            cache.set_write(write, key, value, attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        args.query, args.output = pointer(query), pointer(output)
+        args.query_token_stride, args.query_head_stride = query.stride(0), query.stride(1)
+        args.output_token_stride, args.output_head_stride = output.stride(0), output.stride(1)
+        table = attn_metadata.block_table
+        args.block_table, args.block_table_stride = ffi.cast("int32_t *", table.data_ptr()), table.stride(0)
+        args.query_start_loc = ffi.cast("int32_t *", attn_metadata.query_start_loc.data_ptr())
+        args.seq_lens = ffi.cast("int32_t *", attn_metadata.seq_lens.data_ptr())
+        args.request_causal = ffi.cast("uint8_t *", pointer(attn_metadata.request_causal))
+        args.causal = attn_metadata.causal
+        args.plan = ffi.cast("int32_t *", attn_metadata.plan.data_ptr())
+        call.run()
+        return output

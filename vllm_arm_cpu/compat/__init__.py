@@ -1,0 +1,15 @@
+"""What vLLM has no hook for: one file per patch, each with its reason and its end.
+
+A patch module says what it replaces, why, and when it can go; a test fails
+once it can (``tests/integration/test_compat.py``).
+"""
+
+from __future__ import annotations
+
+
+def apply() -> None:
+    """Apply every patch; calling it again changes nothing."""
+    from vllm_arm_cpu.compat import linear_dispatch, sampler_ops
+
+    linear_dispatch.apply()
+    sampler_ops.apply()

@@ -1,0 +1,11 @@
+"""vLLM's layers on our kernels: one file per layer, each with its own ``register()``."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Replace vLLM's layer classes by ours; calling it again changes nothing."""
+    from vllm_arm_cpu.layers import activation, embedding, norm, rotary
+
+    for module in (activation, embedding, norm, rotary):
+        module.register()

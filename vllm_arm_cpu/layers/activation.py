@@ -1,0 +1,64 @@
+"""Gated activations (SwiGLU, GeGLU) on our kernels."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+from vllm_arm_cpu.native import library
+from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer
+
+_call: Call | None = None
+
+
+def activation_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation(x[..., :d]) * x[..., d:]``: x [..., 2 d] -> [..., d].
+
+    activation: "SILU", "GELU" (erf) or "GELU_TANH".
+    """
+    global _call
+    if _call is None:
+        _call = Call(("vac_silu_and_mul", "vac_silu_and_mul_args"))
+    rows = as_rows(x)
+    d = rows.shape[1] // 2
+    out = torch.empty((*x.shape[:-1], d), dtype=x.dtype)
+    args = _call.args[0]
+    args.out, args.x = pointer(out), pointer(rows)
+    args.num_tokens, args.d = rows.shape[0], d
+    args.x_token_stride, args.out_token_stride = rows.stride(0), d
+    args.activation = getattr(library.load(), f"VAC_ACTIVATION_{activation}")
+    args.dtype = DTYPES[x.dtype]
+    _call.run()
+    return out
+
+
+def _uses_torch(x: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or x.dtype not in DTYPES
+
+
+class ArmSiluAndMul(SiluAndMul):  # type: ignore[misc]
+    """vLLM's SwiGLU activation on our kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(x[..., :d]) * x[..., d:]``."""
+        if _uses_torch(x):
+            return self.forward_native(x)
+        return activation_and_mul(x, "SILU")
+
+
+class ArmGeluAndMul(GeluAndMul):  # type: ignore[misc]
+    """vLLM's GeGLU activation on our kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``gelu(x[..., :d]) * x[..., d:]``, exact or by tanh as configured."""
+        if _uses_torch(x):
+            return self.forward_native(x)
+        return activation_and_mul(x, "GELU_TANH" if self.approximate == "tanh" else "GELU")
+
+
+def register() -> None:
+    """Put the classes in the place of vLLM's."""
+    for name, cls in (("SiluAndMul", ArmSiluAndMul), ("GeluAndMul", ArmGeluAndMul)):
+        if name not in op_registry_oot:
+            CustomOp.register_oot(cls, name=name)

@@ -1,0 +1,117 @@
+"""RMSNorm, with and without the residual sum, on our kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from vllm_arm_cpu.native.call import DTYPES, Call, pointer
+
+_norm: Call | None = None
+_fused: Call | None = None
+
+
+def _calls() -> tuple[Call, Call]:
+    global _norm, _fused
+    if _norm is None or _fused is None:
+        _norm = Call(("vac_rms_norm", "vac_rms_norm_args"))
+        _fused = Call(("vac_fused_add_rms_norm", "vac_fused_add_rms_norm_args"))
+    return _norm, _fused
+
+
+def supported(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether the kernels take these dtypes and strides."""
+    if x.dtype not in DTYPES or x.dim() < 2 or x.dim() > 3 or x.stride(-1) != 1:
+        return False
+    return weight is None or weight.dtype in (x.dtype, torch.float32)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, plus_one: bool = False) -> torch.Tensor:
+    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    x: [tokens, hidden] or [tokens, heads, head_size] of FP32, FP16 or BF16;
+    weight: [last dimension] of x's dtype or FP32, or None. ``plus_one`` is
+    Gemma's ``1 + weight``.
+    """
+    call, _ = _calls()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    args: Any = call.args[0]
+    args.out, args.x, args.weight = pointer(out), pointer(x), pointer(weight)
+    heads = 1 if x.dim() == 2 else x.shape[1]
+    args.num_tokens, args.num_heads, args.hidden_size = x.shape[0], heads, x.shape[-1]
+    args.x_token_stride, args.out_token_stride = x.stride(0), out.stride(0)
+    args.x_head_stride, args.out_head_stride = (0, 0) if x.dim() == 2 else (x.stride(1), out.stride(1))
+    args.eps, args.weight_plus_one = eps, plus_one
+    args.dtype, args.weight_dtype = DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype]
+    call.run()
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, plus_one: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``residual += x; x = norm(residual)``, both in place and returned.
+
+    x, residual: [tokens, hidden] of one dtype. The norm is taken of the FP32
+    sum, before it is rounded into the residual.
+    """
+    _, call = _calls()
+    args: Any = call.args[0]
+    args.out = args.x = pointer(x)
+    args.residual, args.weight = pointer(residual), pointer(weight)
+    args.num_tokens, args.hidden_size = x.shape
+    args.x_token_stride = args.out_token_stride = x.stride(0)
+    args.residual_token_stride = residual.stride(0)
+    args.eps, args.weight_plus_one = eps, plus_one
+    args.dtype, args.weight_dtype = DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype]
+    call.run()
+    return x, residual
+
+
+def _can_fuse(x: torch.Tensor, residual: torch.Tensor) -> bool:
+    return x.dim() == 2 and residual.dtype == x.dtype and residual.stride(-1) == 1 and x.shape == residual.shape
+
+
+class ArmRMSNorm(RMSNorm):  # type: ignore[misc]
+    """vLLM's RMSNorm on our kernels."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x, or of x + residual with the sum."""
+        passes_weight = self.pass_weight if residual is None else self.pass_weight_add
+        weight = self.weight.data if passes_weight else None
+        if torch.compiler.is_compiling() or self.variance_size_override is not None or not supported(x, weight):
+            return self.forward_native(x, residual)
+        if residual is None:
+            return rms_norm(x, weight, self.variance_epsilon)
+        if _can_fuse(x, residual):
+            return fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
+        return self.forward_native(x, residual)
+
+
+class ArmGemmaRMSNorm(GemmaRMSNorm):  # type: ignore[misc]
+    """Gemma's RMSNorm, whose factor is ``1 + weight``, on our kernels."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x, or of x + residual with the sum."""
+        weight = self.weight.data
+        if torch.compiler.is_compiling() or not supported(x, weight):
+            return self.forward_native(x, residual)
+        if residual is None:
+            return rms_norm(x, weight, self.variance_epsilon, plus_one=True)
+        if _can_fuse(x, residual):
+            return fused_add_rms_norm(x, residual, weight, self.variance_epsilon, plus_one=True)
+        return self.forward_native(x, residual)
+
+
+def register() -> None:
+    """Put the classes in the place of vLLM's."""
+    for name, cls in (("RMSNorm", ArmRMSNorm), ("GemmaRMSNorm", ArmGemmaRMSNorm)):
+        if name not in op_registry_oot:
+            CustomOp.register_oot(cls, name=name)

@@ -1,0 +1,148 @@
+"""The Arm CPU platform: vLLM's CPU platform with our worker, attention and defaults.
+
+It keeps ``_enum = CPU``: vLLM has many branches on ``is_cpu()``, and all of
+them are right for us.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+from vllm_arm_cpu import envs
+from vllm_arm_cpu.runtime import preload, threads, topology
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger("vllm.arm_cpu.platform")
+
+WORKER_CLASS = "vllm_arm_cpu.worker.worker.ArmCpuWorker"
+ATTENTION_BACKEND = "vllm_arm_cpu.attention.backend.ArmAttentionBackend"
+
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per KV cache block unless ``--block-size`` is given: the smaller the
+block, the more of a shared prefix is found in the cache, and the kernel reads
+blocks of 16 as fast as larger ones."""
+
+
+def upstream_ops_available() -> bool:
+    """Whether vLLM's compiled CPU ops (``vllm._C``) are loaded in this process."""
+    import torch
+
+    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
+class ArmCpuPlatform(CpuPlatform):  # type: ignore[misc]
+    """Platform for aarch64 servers; see the module's head."""
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Load ``vllm._C`` if the installed vLLM has it; nothing of ours needs it."""
+        if envs.VAC_BLOCK_UPSTREAM_OPS:
+            return
+        try:
+            import vllm._C  # noqa: F401
+        except ImportError as error:
+            logger.debug("vllm._C is not available: %s", error)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Defaults that apply where the user did not choose."""
+        from vllm.config import CompilationMode
+
+        super().apply_config_platform_defaults(vllm_config)
+        # Our layers are native calls already; compiling what is left between
+        # them would need g++ on the serving machine and minutes at start.
+        if vllm_config.compilation_config.mode is None:
+            vllm_config.compilation_config.mode = CompilationMode.NONE
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Adjust vLLM's configuration; runs in the first process, before any worker.
+
+        Raises:
+            ValueError: a block size that the attention kernels cannot use, or a
+                VAC_* variable that means nothing here.
+        """
+        # Settings that cannot be used must end here, not in a worker minutes later.
+        threads.plan_threads(topology.read())
+        parallel_config = vllm_config.parallel_config
+        cache_config = vllm_config.cache_config
+        single_process = parallel_config.distributed_executor_backend == "uni"
+        use_mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla
+        default_block_size = not cache_config.user_specified_block_size and not use_mla
+        if parallel_config.worker_cls == "auto":
+            parallel_config.worker_cls = WORKER_CLASS
+
+        custom_ops = list(vllm_config.compilation_config.custom_ops)
+
+        super().check_and_update_config(vllm_config)
+
+        # Upstream enables three GELU ops by name on Arm, and then warns of those
+        # that the model does not have.
+        vllm_config.compilation_config.custom_ops = custom_ops
+        # Upstream moves a single worker into a process of its own, to give it
+        # an OpenMP environment; ours sets its threads up itself, and saves the
+        # queue between two processes in every step.
+        if single_process:
+            parallel_config.distributed_executor_backend = "uni"
+        if default_block_size:
+            cache_config.block_size = DEFAULT_BLOCK_SIZE
+        elif not use_mla and cache_config.block_size % 16 != 0:
+            raise ValueError(
+                f"--block-size {cache_config.block_size} is not supported on Arm CPUs: use a multiple of 16"
+            )
+        # Upstream adds torch's libgomp and its own tcmalloc; two allocators or
+        # two OpenMP runtimes in one process must not be.
+        preload.after_platform_config(os.environ)
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        """Our backend where it has a kernel, upstream's where that is available.
+
+        Raises:
+            ValueError: neither has one; the message says what is supported.
+        """
+        from vllm_arm_cpu.attention.backend import ArmAttentionBackend
+
+        reason = ArmAttentionBackend.unsupported_reason(attn_selector_config)
+        if reason is None:
+            return ATTENTION_BACKEND
+        if not upstream_ops_available():
+            raise ValueError(f"no attention kernel for this model on Arm CPUs: {reason}")
+        logger.warning_once("attention falls back to vLLM's own CPU kernels: %s", reason)
+        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Native implementations in the place of Triton kernels."""
+        from vllm.triton_utils import HAS_TRITON
+
+        from vllm_arm_cpu.compat import triton_kernels
+
+        triton_kernels.prepare()
+        super().register_triton_kernel_overrides()
+        if HAS_TRITON:
+            triton_kernels.register()
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        """The core's name, such as ``Arm Neoverse-V2``; shown in logs and benchmarks."""
+        from vllm_arm_cpu.runtime import cpu
+
+        return cpu.detect().name
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """KV caches of several layers per group are supported, as upstream's platform says."""
