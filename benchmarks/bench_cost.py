@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "cost"))
 
-import armcost
+import armcost  # noqa: E402
 
 DEFAULT_CASES = (
     *("attn_q1_ctx512", "attn_q1_ctx4096", "attn_q64_ctx256", "attn_q128_ctx128", "cache_write_64", "cache_write_1"),
@@ -64,7 +64,9 @@ def build_shim(directory: str, root: str) -> str:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """A line per case: cycles of ours and the peer's per core, the ratio, instructions and bytes."""
     cores = [core for core in ("neoverse-v2", "neoverse-n2", "neoverse-v1")]
-    head = f"{'case':24s}" + "".join(f"{core[9:].upper() + ' cycles':>13s}{'upstream':>12s}{'ratio':>7s}" for core in cores)
+    head = f"{'case':24s}" + "".join(
+        f"{core[9:].upper() + ' cycles':>13s}{'upstream':>12s}{'ratio':>7s}" for core in cores
+    )
     lines = [head + f"{'instructions':>14s}{'bytes read':>12s}"]
     for name, ours in results.items():
         line = f"{name:24s}"

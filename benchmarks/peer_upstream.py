@@ -6,6 +6,7 @@ PEER_SHIM names a shared library that defines `sbgemm_`, which the torch on PyPI
 lacks and vLLM's ops want. Prints a JSON line per case: its name and the relative
 error of the result.
 """
+
 import ctypes
 import importlib.util
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "cost"))
-from roi import roi  # noqa: E402
+from roi import roi
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -41,7 +42,10 @@ def cache(tokens, heads, dim, block):
     kv = torch.zeros(blocks + 1, heads, block, 2 * dim, dtype=BF16)
     key, value = kv.view(blocks + 1, heads, block * 2, dim).chunk(2, dim=2)
     k, v = torch.randn(2, tokens, heads, dim, dtype=BF16)
-    write = lambda: C.cpu_attn_reshape_and_cache(k, v, key, value, torch.arange(tokens), "neon", 1.0, 1.0, "auto")
+
+    def write():
+        return C.cpu_attn_reshape_and_cache(k, v, key, value, torch.arange(tokens), "neon", 1.0, 1.0, "auto")
+
     return k, v, key, value, blocks, write
 
 
@@ -58,15 +62,22 @@ def attn(q_len, ctx, heads=32, kv_heads=8, dim=128, block=128):
     table = torch.arange(blocks, dtype=torch.int32)[None]
 
     def call():
-        plan = C.get_scheduler_metadata(1, heads, kv_heads, dim, lens, BF16, start, True, -1, "neon", True, None, "auto")
-        C.cpu_attention_with_kv_cache(q, key, value, out, start, lens, dim**-0.5, True, None, -1, table, 0.0, plan,
-                                      None, None, 1.0, 1.0, "auto")
+        plan = C.get_scheduler_metadata(
+            1, heads, kv_heads, dim, lens, BF16, start, True, -1, "neon", True, None, "auto"
+        )
+        C.cpu_attention_with_kv_cache(
+            q, key, value, out, start, lens, dim**-0.5, True, None, -1, table, 0.0, plan, None, None, 1.0, 1.0, "auto"
+        )
 
     kk, vv = (t.float().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
     s = torch.einsum("qhd,khd->hqk", q.float(), kk) / math.sqrt(dim)
     s.masked_fill_(torch.arange(ctx)[None] > (ctx - q_len + torch.arange(q_len))[:, None], -math.inf)
-    return measure(call, torch.einsum("hqk,khd->qhd", s.softmax(-1), vv), lambda: out,
-            2 * heads * dim * sum(ctx - q_len + i + 1 for i in range(q_len)))
+    return measure(
+        call,
+        torch.einsum("hqk,khd->qhd", s.softmax(-1), vv),
+        lambda: out,
+        2 * heads * dim * sum(ctx - q_len + i + 1 for i in range(q_len)),
+    )
 
 
 def bf16(M, N=1024, K=1024):
@@ -95,8 +106,11 @@ def w4a8(M, N=1024, K=1024, g=None):
     packed = torch.ops.aten._dyn_quant_pack_4bit_weight(q[:, 1::2] << 4 | q[:, ::2], scale, None, g, K, N)
     x, res = torch.randn(M, K, dtype=BF16), []
     mm = torch.ops.aten._dyn_quant_matmul_4bit
-    call = (lambda: res.append(mm(x, packed, g, K, N))) if g == K else (
-        lambda: res.append(mm(x.float(), packed, g, K, N).to(BF16)))
+    call = (
+        (lambda: res.append(mm(x, packed, g, K, N)))
+        if g == K
+        else (lambda: res.append(mm(x.float(), packed, g, K, N).to(BF16)))
+    )
     w = ((q.float() - 8).view(N, K // g, g) * scale.float()[..., None]).view(N, K)
     return measure(call, x.float() @ w.t(), lambda: res[-1], M * N * K)
 

@@ -1,6 +1,6 @@
 """Serve a model with ``vllm serve``, ask it over HTTP, and say what took how long.
 
-    demo.py MODEL_DIR PROMPT
+demo.py MODEL_DIR PROMPT
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ class Candidates:
                     break
 
 
-def choose(args: argparse.Namespace, fp32: PreTrainedModel, bf16: PreTrainedModel, candidates: Candidates) -> list[Golden]:
+def choose(
+    args: argparse.Namespace, fp32: PreTrainedModel, bf16: PreTrainedModel, candidates: Candidates
+) -> list[Golden]:
     def best(goldens: Iterable[Golden], count: int) -> list[Golden]:
         ranked = sorted((complete(g, fp32, bf16, args.margin) for g in goldens), key=lambda g: g.rank, reverse=True)
         chosen: list[Golden] = []

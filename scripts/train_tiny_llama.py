@@ -14,7 +14,6 @@ import json
 import math
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -244,7 +243,11 @@ class Batches:
             (encode(heading + "\n"), [encode(verse + "\n") for verse in verses]) for heading, verses in corpus.chapters
         ]
         self.chats = [
-            [t for question, answer in chat for t in (USER_ID, *encode(question), ASSISTANT_ID, *encode(answer), EOS_ID)]
+            [
+                t
+                for question, answer in chat
+                for t in (USER_ID, *encode(question), ASSISTANT_ID, *encode(answer), EOS_ID)
+            ]
             for chat in corpus.chats
         ]
         self.epoch_tokens = len(self._epoch())

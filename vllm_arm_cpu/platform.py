@@ -38,7 +38,7 @@ def upstream_ops_available() -> bool:
     return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
 
 
-class ArmCpuPlatform(CpuPlatform):  # type: ignore[misc]
+class ArmCpuPlatform(CpuPlatform):
     """Platform for aarch64 servers; see the module's head."""
 
     @classmethod

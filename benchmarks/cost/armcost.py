@@ -12,6 +12,7 @@ scheduling model; the sum over blocks, weighted by count, is the modelled cost
 
 Needs qemu-user with plugins, gcc and llvm-19.
 """
+
 import argparse
 import hashlib
 import json
@@ -26,15 +27,22 @@ from pathlib import Path
 LLVM = "19"
 MCPUS = ["neoverse-n2", "neoverse-v1", "neoverse-v2"]
 CLASSES = [
-    ("bfmmla", r"bfmmla"), ("i8mm", r"[su]?us?mmla|smmla|ummla"), ("dot", r"[su]dot|usdot|sudot"),
-    ("bfdot", r"bfdot|bfmlal"), ("fma", r"f(n?m(la|ls|adu?b?|add|sub))"), ("fdiv", r"fdiv|fsqrt"),
-    ("ld", r"ld"), ("st", r"st"), ("branch", r"b$|b\.|bl|br|ret|cbn?z|tbn?z"),
+    ("bfmmla", r"bfmmla"),
+    ("i8mm", r"[su]?us?mmla|smmla|ummla"),
+    ("dot", r"[su]dot|usdot|sudot"),
+    ("bfdot", r"bfdot|bfmlal"),
+    ("fma", r"f(n?m(la|ls|adu?b?|add|sub))"),
+    ("fdiv", r"fdiv|fsqrt"),
+    ("ld", r"ld"),
+    ("st", r"st"),
+    ("branch", r"b$|b\.|bl|br|ret|cbn?z|tbn?z"),
 ]
+
 
 def read(path):
     """The blocks (count, pc, opcodes) of each region, in the order in which the regions were run."""
     regions = []
-    for line in open(path):
+    for line in Path(path).read_text().splitlines():
         if line.startswith("region"):
             regions.append([])
             continue
@@ -51,7 +59,10 @@ def chain(blocks):
     lose the overlap between its halves.
     """
     start = {pc: (c, pc, ops) for c, pc, ops in blocks}
-    follows = lambda a, b: b and abs(a[0] - b[0]) <= 0.02 * max(a[0], b[0])
+
+    def follows(a, b):
+        return b and abs(a[0] - b[0]) <= 0.02 * max(a[0], b[0])
+
     prev = {}
     for b in blocks:
         n = start.get(b[1] + 4 * len(b[2]))
@@ -69,23 +80,33 @@ def chain(blocks):
         out.append((count, pc, ops))
     return out
 
+
 def disassemble(ops):
     """{opcode hex: assembly text} through one llvm-mc run."""
     ops = sorted(ops)
-    text = "\n".join(" ".join("0x" + o[i:i + 2] for i in (6, 4, 2, 0)) for o in ops)
-    r = subprocess.run([f"llvm-mc-{LLVM}", "--disassemble", "-triple=aarch64", "-mattr=+all"],
-                       input=text, capture_output=True, text=True)
-    lines = [l.strip() for l in r.stdout.splitlines() if l.strip() and not l.strip().startswith(".text")]
+    text = "\n".join(" ".join("0x" + o[i : i + 2] for i in (6, 4, 2, 0)) for o in ops)
+    r = subprocess.run(
+        [f"llvm-mc-{LLVM}", "--disassemble", "-triple=aarch64", "-mattr=+all"],
+        input=text,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line.strip() for line in r.stdout.splitlines() if line.strip() and not line.strip().startswith(".text")]
     if len(lines) != len(ops):  # an undecodable word: fall back to one at a time
         out = {}
         for o in ops:
-            t = " ".join("0x" + o[i:i + 2] for i in (6, 4, 2, 0))
-            q = subprocess.run([f"llvm-mc-{LLVM}", "--disassemble", "-triple=aarch64", "-mattr=+all"],
-                               input=t, capture_output=True, text=True).stdout
-            ls = [l.strip() for l in q.splitlines() if l.strip() and not l.strip().startswith(".text")]
+            t = " ".join("0x" + o[i : i + 2] for i in (6, 4, 2, 0))
+            q = subprocess.run(
+                [f"llvm-mc-{LLVM}", "--disassemble", "-triple=aarch64", "-mattr=+all"],
+                input=t,
+                capture_output=True,
+                text=True,
+            ).stdout
+            ls = [line.strip() for line in q.splitlines() if line.strip() and not line.strip().startswith(".text")]
             out[o] = ls[0] if ls else "nop"
         return out
-    return dict(zip(ops, lines))
+    return dict(zip(ops, lines, strict=False))
+
 
 def mca(blocks, asm, mcpu):
     """Cycles per execution of each block: (throughput bound, simulated)."""
@@ -95,13 +116,26 @@ def mca(blocks, asm, mcpu):
         for o in ops:
             a = asm[o]
             # Calls and returns end a block like any branch; system words cost a slot.
-            if re.match(r"(bl|blr|br|ret)\b", a): a = "b #0"
-            elif re.match(r"(udf|svc|hint|brk|mrs|msr|dmb|dsb|isb)", a): a = "nop"
+            if re.match(r"(bl|blr|br|ret)\b", a):
+                a = "b #0"
+            elif re.match(r"(udf|svc|hint|brk|mrs|msr|dmb|dsb|isb)", a):
+                a = "nop"
             src.append(a)
         src.append("# LLVM-MCA-END")
-    r = subprocess.run([f"llvm-mca-{LLVM}", "-march=aarch64", f"-mcpu={mcpu}", "-mattr=+all", "--json",
-                        "-iterations=50",
-                        "-skip-unsupported-instructions=lack-sched"], input="\n".join(src), capture_output=True, text=True)
+    r = subprocess.run(
+        [
+            f"llvm-mca-{LLVM}",
+            "-march=aarch64",
+            f"-mcpu={mcpu}",
+            "-mattr=+all",
+            "--json",
+            "-iterations=50",
+            "-skip-unsupported-instructions=lack-sched",
+        ],
+        input="\n".join(src),
+        capture_output=True,
+        text=True,
+    )
     if not r.stdout:
         sys.exit(r.stderr[:2000])
     res = json.loads(r.stdout)
@@ -112,11 +146,14 @@ def mca(blocks, asm, mcpu):
         out[i] = (s["BlockRThroughput"], s["TotalCycles"] / s["Iterations"])
     return out
 
+
 def classify(text):
     m = text.split()[0]
     for name, rx in CLASSES:
-        if re.match(rx, m): return name
+        if re.match(rx, m):
+            return name
     return "simd" if re.search(r"\b[vzqds]\d+\b", text) else "scalar"
+
 
 def report(region, mcpus, top=0):
     """Instructions, their classes and modelled cycles of one region."""
@@ -129,21 +166,33 @@ def report(region, mcpus, top=0):
     insns = sum(c * len(o) for c, _p, o in blocks)
     cls = Counter()
     for c, _p, ops in blocks:
-        for o in ops: cls[classify(asm[o])] += c
+        for o in ops:
+            cls[classify(asm[o])] += c
     # Blocks below 1e-5 of all instructions do not move the sum: leave them to a flat 1 IPC.
     hot = [b for b in chain(blocks) if b[0] * len(b[2]) > insns * 1e-5]
     cold = insns - sum(c * len(o) for c, _p, o in hot)
     out = {"instructions": insns, "classes": dict(cls.most_common()), "mcpu": {}}
     for m in mcpus:
         cyc = mca(hot, asm, m)
-        out["mcpu"][m] = {"bound": sum(b[0] * t for b, (t, _s) in zip(hot, cyc)) + cold / 4,
-                          "simulated": sum(b[0] * s for b, (_t, s) in zip(hot, cyc)) + cold / 2}
+        out["mcpu"][m] = {
+            "bound": sum(b[0] * t for b, (t, _s) in zip(hot, cyc, strict=False)) + cold / 4,
+            "simulated": sum(b[0] * s for b, (_t, s) in zip(hot, cyc, strict=False)) + cold / 2,
+        }
     if top:
         cyc = mca(hot, asm, mcpus[0])
-        rows = sorted(zip(hot, cyc), key=lambda r: -r[0][0] * r[1][1])[:top]
-        out["top"] = [{"pc": hex(p), "count": c, "cycles": s, "share": c * s / out["mcpu"][mcpus[0]]["simulated"],
-                       "asm": [asm[o] for o in ops]} for (c, p, ops), (_t, s) in rows]
+        rows = sorted(zip(hot, cyc, strict=False), key=lambda r: -r[0][0] * r[1][1])[:top]
+        out["top"] = [
+            {
+                "pc": hex(p),
+                "count": c,
+                "cycles": s,
+                "share": c * s / out["mcpu"][mcpus[0]]["simulated"],
+                "asm": [asm[o] for o in ops],
+            }
+            for (c, p, ops), (_t, s) in rows
+        ]
     return out
+
 
 def plugin():
     """Path of the compiled plugin; compiled when missing or older than its source."""

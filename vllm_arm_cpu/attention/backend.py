@@ -41,7 +41,7 @@ HEAD_SIZE_MULTIPLE = 16
 _KV_CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ArmAttentionBackend(AttentionBackend):  # type: ignore[misc]
+class ArmAttentionBackend(AttentionBackend):
     """What the backend supports, and its parts."""
 
     # One op list writes the cache and attends.
@@ -141,7 +141,7 @@ class ArmAttentionMetadata:
     plan: torch.Tensor
 
 
-class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]):  # type: ignore[misc]
+class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]):
     """Plans each step in native code."""
 
     def __init__(
@@ -222,7 +222,7 @@ def _workspace(head_size: int, v_head_size: int, num_threads: int) -> torch.Tens
     return _workspaces[key]
 
 
-class ArmAttentionImpl(AttentionImpl):  # type: ignore[misc]
+class ArmAttentionImpl(AttentionImpl):
     """One layer's attention."""
 
     def __init__(

@@ -37,7 +37,7 @@ def _uses_torch(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or x.dtype not in DTYPES
 
 
-class ArmSiluAndMul(SiluAndMul):  # type: ignore[misc]
+class ArmSiluAndMul(SiluAndMul):
     """vLLM's SwiGLU activation on our kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class ArmSiluAndMul(SiluAndMul):  # type: ignore[misc]
         return activation_and_mul(x, "SILU")
 
 
-class ArmGeluAndMul(GeluAndMul):  # type: ignore[misc]
+class ArmGeluAndMul(GeluAndMul):
     """vLLM's GeGLU activation on our kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

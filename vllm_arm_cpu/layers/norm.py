@@ -72,10 +72,10 @@ def fused_add_rms_norm(
 
 
 def _can_fuse(x: torch.Tensor, residual: torch.Tensor) -> bool:
-    return x.dim() == 2 and residual.dtype == x.dtype and residual.stride(-1) == 1 and x.shape == residual.shape
+    return bool(x.dim() == 2 and residual.dtype == x.dtype and residual.stride(-1) == 1 and x.shape == residual.shape)
 
 
-class ArmRMSNorm(RMSNorm):  # type: ignore[misc]
+class ArmRMSNorm(RMSNorm):
     """vLLM's RMSNorm on our kernels."""
 
     def forward(
@@ -93,7 +93,7 @@ class ArmRMSNorm(RMSNorm):  # type: ignore[misc]
         return self.forward_native(x, residual)
 
 
-class ArmGemmaRMSNorm(GemmaRMSNorm):  # type: ignore[misc]
+class ArmGemmaRMSNorm(GemmaRMSNorm):
     """Gemma's RMSNorm, whose factor is ``1 + weight``, on our kernels."""
 
     def forward(

@@ -82,7 +82,8 @@ def forward_cpu(
         and cache.dtype in (torch.float32, query.dtype)
     )
     if torch.compiler.is_compiling() or not usable:
-        return self.forward_native(positions, query, key)
+        native: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(positions, query, key)
+        return native
     rotate(positions, query, key, self.head_size, cache, self.is_neox_style)
     return query, key
 

@@ -105,7 +105,8 @@ def top_k_top_p_sample(
     [requests] and, in the processed modes, the filtered logits or logprobs.
     """
     if self.use_fp64_gumbel:
-        return self.forward_native(logits, generators, k, p)
+        native: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(logits, generators, k, p)
+        return native
     rows = as_rows(logits.to(torch.float32))
     mask_top_k_top_p(rows, k, p)
     processed = None

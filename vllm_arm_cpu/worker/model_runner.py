@@ -12,7 +12,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_arm_cpu.runtime import memory
 
 
-class ArmCpuModelRunner(CPUModelRunner):  # type: ignore[misc]
+class ArmCpuModelRunner(CPUModelRunner):
     """vLLM's CPU model runner, less the work that our kernels make needless."""
 
     def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ _SHARE_OF_AVAILABLE = 0.9
 """How much of the free memory is taken when less is free than asked for."""
 
 
-class ArmCpuWorker(CPUWorker):  # type: ignore[misc]
+class ArmCpuWorker(CPUWorker):
     """vLLM's worker interface on Arm cores.
 
     Raises:
