@@ -11,5 +11,8 @@ if [ "$HOST_ARCH" = aarch64 ]; then
     [ $# -gt 0 ] || mapfile -t cases < <(scripts/arm.sh python3 benchmarks/run_cases.py | tr -d '[]",' | tr ' ' '\n' | grep .)
     exec scripts/arm.sh python3 benchmarks/run_cases.py --time "${cases[@]}"
 fi
+
+qemu-aarch64 -h | grep -q -- -plugin ||
+    fail "this qemu-aarch64 takes no plugins (Debian 13's is linked statically)" "run make bench-cost on Debian 12"
 exec "$TOOLS/bin/python" benchmarks/bench_cost.py --root "$ROOT" --site "$SITE" \
     --packages "$VENV/lib/python$GUEST_PYTHON/site-packages" --output "$BUILD/bench-cost.json" "$@"

@@ -108,6 +108,7 @@ static_qemu() {
 binfmt_registered() {
     local entry
     for entry in /proc/sys/fs/binfmt_misc/*; do
+        [ -e "$entry" ] || continue
         case "${entry##*/}" in register | status) continue ;; esac
         if grep -q '^enabled' "$entry" && grep -q '^flags:.*F' "$entry" &&
             grep -q '^magic 7f454c460201010000000000000000000200b7' "$entry"; then return; fi
