@@ -109,7 +109,8 @@ def attention(query_len: int, seq_len: int, dtype: str = "bf16") -> Prepared:
         lib.vac_attention_plan(batch, plan_pointer, plan_size)
         lib.vac_attention(args, 0, 1)
 
-    call.keep = (cache, written, query, output, block_table, starts, lengths, workspace, plan)  # type: ignore[attr-defined]
+    keep = (cache, written, query, output, block_table, starts, lengths, workspace, plan)
+    call.keep = keep  # type: ignore[attr-defined]
     return call, query.nbytes + written[0].nbytes + written[1].nbytes
 
 
