@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
-from setuptools.command.build_py import build_py
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 PREBUILT = ("libgomp.so.1", "libmimalloc.so")

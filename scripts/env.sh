@@ -82,6 +82,7 @@ missing_packages() {
 }
 
 install_packages() {
+    [ -n "$(missing_packages)" ] || return 0
     export DEBIAN_FRONTEND=noninteractive
     apt-get update
     # shellcheck disable=SC2046

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
-
-from tests.integration.engine import GOLDEN, MODEL, assert_golden, engine, golden_prompts, greedy, metric, worker
 from vllm import SamplingParams
 from vllm.platforms import current_platform
+
+from tests.integration.engine import GOLDEN, MODEL, assert_golden, engine, golden_prompts, greedy, metric, worker
+from vllm_arm_cpu.platform import upstream_ops_available
 
 
 def test_defaults() -> None:
     """Our platform, worker, attention and layers serve, and give the golden tokens."""
     with engine() as llm:
         assert type(current_platform).__name__ == "ArmCpuPlatform"
+        expected = os.environ.get("VAC_TEST_UPSTREAM_OPS")
+        if expected is not None:
+            assert upstream_ops_available() == (expected == "1"), "vllm._C is not in the state that this run is for"
         assert type(worker(llm)).__name__ == "ArmCpuWorker"
         model = worker(llm).model_runner.model
         classes = {type(module).__name__ for module in model.modules()}
