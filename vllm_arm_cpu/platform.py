@@ -41,6 +41,10 @@ def upstream_ops_available() -> bool:
 class ArmCpuPlatform(CpuPlatform):
     """Platform for aarch64 servers; see the module's head."""
 
+    # For the functions that vLLM compiles by themselves (logprobs, random
+    # sampling, vocabulary shards): inductor would call g++ in the middle of a request.
+    simple_compile_backend = "eager"
+
     @classmethod
     def import_kernels(cls) -> None:
         """Load ``vllm._C`` if the installed vLLM has it; nothing of ours needs it."""
