@@ -24,6 +24,7 @@ THREAD_PLAN = "_VAC_THREAD_PLAN"  # the thread plan that OMP_* was set from
 if TYPE_CHECKING:
     VAC_BIND: str | tuple[int, ...]
     VAC_BLOCK_UPSTREAM_OPS: bool
+    VAC_CACHE_DIR: str
     VAC_HUGE_PAGES: bool
     VAC_LIBRARY_DIR: str | None
     VAC_LINEAR: str
@@ -192,6 +193,13 @@ def _parse_directory(text: str) -> str | None:
     return text
 
 
+def _parse_new_directory(text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text))
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(text)
+    return path
+
+
 def _parse_threads(text: str) -> int | None:
     if text == "auto":
         return None
@@ -247,10 +255,17 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "VAC_LINEAR",
         "auto",
-        "auto, vac or torch",
-        "Kernels of the linear layers. auto: the fastest for each shape; vac: this package's; torch: oneDNN through "
-        "torch.",
-        _parse_choice("auto", "vac", "torch"),
+        "auto, vac, onednn or torch",
+        "Kernels of the dense linear layers. auto: the fastest for each shape, measured at the first start; vac: this "
+        "package's; onednn: vLLM's compiled operators, where they are installed; torch: what torch does by itself.",
+        _parse_choice("auto", "vac", "onednn", "torch"),
+    ),
+    Variable(
+        "VAC_CACHE_DIR",
+        "~/.cache/vllm-arm-cpu/tuning",
+        "a directory, made when something is kept in it",
+        "Where measured choices of kernels are kept from start to start.",
+        _parse_new_directory,
     ),
     Variable(
         "VAC_TIER",

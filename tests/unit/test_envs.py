@@ -21,6 +21,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert envs.VAC_THREADS is None
     assert envs.VAC_BIND == "auto"
     assert envs.VAC_LINEAR == "auto"
+    assert envs.VAC_CACHE_DIR.endswith("/.cache/vllm-arm-cpu/tuning")
     assert envs.VAC_TIER == "auto"
     assert envs.VAC_LIBRARY_DIR is None
 
@@ -39,6 +40,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ("VAC_BIND", "none", "none"),
         ("VAC_TIER", "dotprod", "dotprod"),
         ("VAC_LINEAR", "torch", "torch"),
+        ("VAC_LINEAR", "onednn", "onednn"),
+        ("VAC_CACHE_DIR", "/nonexistent/yet", "/nonexistent/yet"),
         ("VAC_LIBRARY_DIR", "/", "/"),
     ],
 )
@@ -65,6 +68,7 @@ def test_values(monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: ob
         ("VAC_BIND", "0-99999999999"),
         ("VAC_TIER", "sve2"),
         ("VAC_LINEAR", "mkl"),
+        ("VAC_CACHE_DIR", "/dev/null"),
         ("VAC_LIBRARY_DIR", "/nonexistent"),
     ],
 )

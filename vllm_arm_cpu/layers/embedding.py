@@ -1,11 +1,14 @@
-"""Token embeddings: lookup in the table as loaded, or in the packed form that lm_head multiplies by."""
+"""Token embeddings, in and out: lookup in the table as loaded or in the packed form, and logits from lm_head."""
 
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from vllm_arm_cpu.layers.linear import PackedLinear
+from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
 
 _call: Call | None = None
@@ -20,7 +23,7 @@ def embedding(self: UnquantizedEmbeddingMethod, layer: torch.nn.Module, input_: 
     if isinstance(packed, PackedLinear):
         return packed.embedding(input_)
     table = layer.weight
-    if table.dtype not in DTYPES or table.stride(1) != 1:
+    if torch.compiler.is_compiling() or table.dtype not in DTYPES or table.stride(1) != 1:
         return torch.nn.functional.embedding(input_, table)
     global _call
     if _call is None:
@@ -38,6 +41,39 @@ def embedding(self: UnquantizedEmbeddingMethod, layer: torch.nn.Module, input_: 
     return out.view(*ids.shape, hidden)
 
 
+class ArmLogitsProcessor(LogitsProcessor):
+    """vLLM's logits processor; where our kernel holds lm_head, it writes FP32.
+
+    The sampler wants FP32 in any case: that saves its pass over the logits,
+    and their rounding to the model's dtype.
+    """
+
+    def _apply_head(
+        self, lm_head: VocabParallelEmbedding, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """hidden_states [..., hidden] -> logits [..., vocab of this rank]."""
+        linear = getattr(lm_head, "cpu_linear", None)
+        # Others do not call the layer's linear.
+        plain = isinstance(lm_head.quant_method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
+        if plain and isinstance(linear, PackOnFirstUse):
+            linear = linear.pack()
+        exact = self.head_dtype in (None, hidden_states.dtype, torch.float32)
+        if plain and exact and isinstance(linear, PackedLinear):
+            return linear.logits(hidden_states, embedding_bias)
+        if self.head_dtype not in (None, hidden_states.dtype) and lm_head.weight.numel() == 0:
+            raise ValueError(
+                f"head_dtype={self.head_dtype} with a {hidden_states.dtype} model: the kernel that holds lm_head has "
+                "no such output. VAC_LINEAR=vac gives float32, VAC_LINEAR=torch any"
+            )
+        logits: torch.Tensor = super()._apply_head(lm_head, hidden_states, embedding_bias)
+        return logits
+
+
 def register() -> None:
-    """vLLM's embedding method has no hook of its own; its ``embedding`` is replaced."""
+    """Put both in the place of vLLM's.
+
+    vLLM's embedding method has no hook of its own; its ``embedding`` is replaced.
+    """
     UnquantizedEmbeddingMethod.embedding = embedding
+    if "LogitsProcessor" not in op_registry_oot:
+        PluggableLayer.register_oot(ArmLogitsProcessor, name="LogitsProcessor")

@@ -1,22 +1,30 @@
-"""Dense linear layers: packed once at load, the original released.
+"""Dense linear layers: each weight goes to the fastest kernel at load, in the form that kernel reads.
 
 vLLM calls :func:`prepare_linear` for every unquantized linear, lm_head and
 embedding layer once its weights are loaded (see ``compat/linear_dispatch.py``)
-and then ``layer.cpu_linear(x, weight, bias)``.
+and then ``layer.cpu_linear(x, weight, bias)``. A layer at a time is packed and
+its original released: loading takes the model's memory and that of one layer.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_arm_cpu import envs
+from vllm_arm_cpu.layers import linear_candidates as candidates
+from vllm_arm_cpu.layers import linear_tuner as tuner
+from vllm_arm_cpu.layers.linear_candidates import LinearCall, OneDnnLinear, PackedLinear
 from vllm_arm_cpu.native import library
-from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer, scratch
-from vllm_arm_cpu.runtime import memory
+from vllm_arm_cpu.runtime import cpu, pages
+
+__all__ = ["PackOnFirstUse", "PackedLinear", "prepare_linear", "released", "summary"]
 
 logger = init_logger("vllm.arm_cpu.linear")
 
@@ -24,77 +32,34 @@ upstream_dispatch: Callable[[torch.nn.Module, bool], None] | None = None
 """vLLM's own dispatch, for weights that are not matrices; set by the patch that replaces it."""
 
 
-class PackedLinear:
-    """A weight in the layout of our GEMM, and the call that multiplies by it.
+def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Give a layer its ``cpu_linear`` after its weight was loaded, or loaded again.
 
-    Args:
-        weight: [N, K] of BF16, FP16 or FP32, unit column stride. It is read
-            here and not kept.
+    ``remove_weight`` is vLLM's word for a plain linear layer; embeddings and
+    lm_head come with False.
+
+    Raises:
+        LinearKernelError: VAC_LINEAR forces a kernel that does not take the weight.
     """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        lib = library.load()
-        self.n, self.k = weight.shape
-        self.dtype = weight.dtype
-        code = DTYPES[weight.dtype]
-        weight = as_rows(weight)
-        self.packed = memory.allocate(lib.vac_gemm_rhs_packed_size(code, self.n, self.k))
-        pack = Call(("vac_gemm_rhs_pack", "vac_gemm_rhs_pack_args"))
-        args = pack.args[0]
-        args.dtype, args.n, args.k = code, self.n, self.k
-        args.rhs, args.rhs_stride = pointer(weight), weight.stride(0)
-        args.packed = pointer(self.packed)
-        pack.run()
-
-        self._call = Call(("vac_gemm", "vac_gemm_args"))
-        self._args = self._call.args[0]
-        self._args.dtype = self._args.out_dtype = code
-        self._args.n, self._args.k = self.n, self.k
-        self._args.rhs = pointer(self.packed)
-        # The size does not grow beyond a few hundred rows.
-        self._workspace_bytes = lib.vac_gemm_workspace_size(code, 1 << 16, self.n, self.k, lib.vac_max_threads())
-        self._gather: Call | None = None
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x @ weight.T + bias``: x [..., K] -> [..., N] of x's dtype.
-
-        ``weight`` is vLLM's placeholder of the released original.
-        """
-        if x.dtype != self.dtype:
-            raise TypeError(f"input is {x.dtype}, the weight [{self.n}, {self.k}] was packed as {self.dtype}")
-        rows = as_rows(x)
-        out = torch.empty((rows.shape[0], self.n), dtype=self.dtype)
-        args = self._args
-        args.m = rows.shape[0]
-        args.lhs, args.lhs_stride = rows_pointer(rows)
-        args.out, args.out_stride = pointer(out), self.n
-        if bias is None:
-            args.bias = library.ffi.NULL
-        else:
-            args.bias, args.bias_dtype = pointer(bias), DTYPES[bias.dtype]
-        args.workspace = scratch.pointer(self._workspace_bytes)
-        self._call.run()
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.n)
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the original weight, bit for bit: ids int32 or int64 [...] -> [..., K]."""
-        if self._gather is None:
-            self._gather = Call(("vac_gemm_rhs_gather_rows", "vac_gemm_rhs_gather_rows_args"))
-            args = self._gather.args[0]
-            args.dtype, args.n, args.k = DTYPES[self.dtype], self.n, self.k
-            args.packed = pointer(self.packed)
-        args = self._gather.args[0]
-        ids = ids.contiguous()
-        out = torch.empty((ids.numel(), self.k), dtype=self.dtype)
-        args.ids, args.id_bytes, args.num_rows = pointer(ids), ids.element_size(), ids.numel()
-        args.out, args.out_stride = pointer(out), self.k
-        self._gather.run()
-        return out.view(*ids.shape, self.k)
-
-
-def rows_pointer(rows: torch.Tensor) -> tuple[Any, int]:
-    """Pointer and row stride of a [rows, columns] tensor."""
-    return pointer(rows), rows.stride(0)
+    weight = layer.weight
+    if "vac_packed" in weight.__dict__:
+        _join(layer)
+    elif weight.is_meta or weight.ndim != 2:
+        # A missing pipeline stage, or a convolution or expert weight.
+        assert upstream_dispatch is not None
+        upstream_dispatch(layer, remove_weight)
+    elif "cpu_linear" in layer.__dict__:
+        _load_again(layer)
+    elif remove_weight:
+        _assign([layer], looked_up=False)
+    else:
+        # Layers that share the parameter find each other through it.
+        sharing = weight.__dict__.setdefault("vac_sharing_layers", [])
+        sharing.append(layer)
+        layer.vac_sharing_layers = sharing
+        layer.cpu_linear = PackOnFirstUse(layer)
+        if any(map(_is_head, sharing)):
+            _assign_shared(layer)
 
 
 class PackOnFirstUse:
@@ -107,59 +72,157 @@ class PackOnFirstUse:
         self._layer = layer
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        pack_shared(self._layer)
-        result: torch.Tensor = self._layer.cpu_linear(x, weight, bias)
+        result: torch.Tensor = self.pack()(x, self._layer.weight, bias)
         return result
 
-
-def refuse(weight: torch.Tensor) -> str | None:
-    """Why our kernels do not take a weight, or None."""
-    if envs.VAC_LINEAR == "torch":
-        return "VAC_LINEAR=torch"
-    if weight.dtype not in DTYPES:
-        return f"no kernel for {weight.dtype} weights"
-    return None
+    def pack(self) -> LinearCall:
+        """Choose the kernel of the embedding's layers now."""
+        _assign_shared(self._layer)
+        linear: LinearCall = self._layer.cpu_linear
+        return linear
 
 
-def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Give a layer its ``cpu_linear`` after its weight was loaded.
+def summary(model: torch.nn.Module) -> str | None:
+    """The table of a loaded model's kernels, or None if it has no dense linear layers."""
+    groups: dict[tuple[tuner.Shape, str], list[torch.nn.Module]] = {}
+    for module in model.modules():
+        chosen = module.__dict__.get("vac_choice")
+        if chosen is not None:
+            groups.setdefault((chosen[0], chosen[1].winner), []).append(module)
+    rows = []
+    for (shape, _), layers in groups.items():
+        # Tied layers have one weight.
+        sizes = {
+            id(layer.cpu_linear) if hasattr(layer.cpu_linear, "nbytes") else id(layer.weight): _nbytes(layer)
+            for layer in layers
+        }
+        rows.append(tuner.Row(shape, len(layers), layers[0].vac_choice[1], sum(sizes.values())))
+    return tuner.table(rows) if rows else None
 
-    ``remove_weight`` is vLLM's word for a plain linear layer; embeddings and
-    lm_head come with False.
-    """
-    weight = layer.weight
-    if weight.is_meta or weight.ndim != 2:
-        # A missing pipeline stage, or a convolution or expert weight.
-        assert upstream_dispatch is not None
-        upstream_dispatch(layer, remove_weight)
+
+def released(model: torch.nn.Module) -> list[str]:
+    """Names of the layers whose own parameter is empty because a kernel holds the weight."""
+    return [
+        name for name, module in model.named_modules() if "vac_choice" in module.__dict__ and module.weight.numel() == 0
+    ]
+
+
+def _nbytes(layer: torch.nn.Module) -> int:
+    held = layer.weight.numel() * layer.weight.element_size()
+    return int(getattr(layer.cpu_linear, "nbytes", 0) + held)
+
+
+def _assign(layers: list[torch.nn.Module], looked_up: bool) -> None:
+    """Choose the kernel for layers that share one weight, and hand the weight to it."""
+    layer = layers[0]
+    parameter, weight, name = layer.weight, layer.weight.data, _name(layers)
+    n, k = weight.shape
+    shape = tuner.Shape(str(weight.dtype).removeprefix("torch."), n, k)
+    mode = envs.VAC_LINEAR
+    # Who forces oneDNN gets it, at the price of a table for the lookup beside it.
+    refused = candidates.refusals(weight.dtype, n, k, looked_up and mode != "onednn")
+    choice = _tuner(mode, envs.VAC_CACHE_DIR, library.load().vac_max_threads()).choose(
+        name, shape, refused, lambda candidate: candidates.runner(candidate, weight)
+    )
+    linear = candidates.make(choice.winner, weight, name)
+    for member in layers:
+        member.cpu_linear, member.vac_choice = linear, (shape, choice)
+    if isinstance(linear, PackedLinear) or (isinstance(linear, OneDnnLinear) and not looked_up):
+        del weight
+        _release(parameter, name)
+        parameter.__dict__["vac_packed"] = layers
+
+
+def _join(layer: torch.nn.Module) -> None:
+    """A layer whose weight was packed already, for another layer that shares it."""
+    sharing = layer.weight.__dict__["vac_packed"]
+    if layer in sharing:
         return
-    reason = refuse(weight)
-    if reason is not None:
-        logger.info_once("linear layers run on torch: %s", reason)
-        layer.cpu_linear = torch.nn.functional.linear
-    elif remove_weight:
-        layer.cpu_linear = PackedLinear(weight.data)
-        release(layer)
+    layer.cpu_linear, layer.vac_choice = sharing[0].cpu_linear, sharing[0].vac_choice
+    if not isinstance(layer.cpu_linear, PackedLinear) and not _is_head(layer):
+        raise tuner.LinearKernelError(
+            f"{_name([layer])} shares the weight of {_name(sharing)}, whose kernel cannot look up rows: "
+            "set VAC_LINEAR=vac"
+        )
+    sharing.append(layer)
+    layer.vac_sharing_layers = sharing
+
+
+def _is_head(layer: torch.nn.Module) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(layer, ParallelLMHead)
+
+
+def _assign_shared(layer: torch.nn.Module) -> None:
+    """One weight for all embedding layers and heads that share a parameter: lookup and lm_head read the same copy."""
+    sharing = layer.vac_sharing_layers
+    _assign(sharing, looked_up=not all(map(_is_head, sharing)))
+
+
+def _load_again(layer: torch.nn.Module) -> None:
+    """New values for a layer that has its kernel: vLLM's layerwise reload has filled a new parameter.
+
+    The parameter that the layer had before, released or not, is put back by
+    the reload afterwards, and the new one's contents are copied into it.
+    """
+    linear = layer.cpu_linear
+    if not isinstance(linear, (PackedLinear, OneDnnLinear)):
+        return  # It reads layer.weight when it is called.
+    sharing = layer.__dict__.get("vac_sharing_layers", [layer])
+    looked_up = not all(map(_is_head, sharing)) if len(sharing) > 1 else False
+    weight, released = layer.weight, isinstance(linear, PackedLinear) or not looked_up
+    if looked_up and _is_head(layer):
+        # Tied, but the new checkpoint has a weight for this layer, too: they are tied no more.
+        sharing.remove(layer)
+        layer.vac_sharing_layers = [layer]
+        layer.cpu_linear = candidates.make(
+            "vac" if isinstance(linear, PackedLinear) else "onednn", weight.data, _name([layer])
+        )
+        released = True
     else:
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        # Layers that share the parameter find each other through it.
-        sharing = weight.__dict__.setdefault("vac_sharing_layers", [])
-        sharing.append(layer)
-        layer.cpu_linear = PackOnFirstUse(layer)
-        if any(isinstance(member, ParallelLMHead) for member in sharing):
-            pack_shared(layer)
+        linear.load(weight.data)
+    if released:
+        _release(weight, _name([layer]))
 
 
-def pack_shared(layer: torch.nn.Module) -> None:
-    """Pack a weight once for all layers that share it: lookup and lm_head read one copy."""
-    sharing = layer.weight.__dict__.get("vac_sharing_layers", [layer])
-    packed = PackedLinear(layer.weight.data)
-    for member in sharing:
-        member.cpu_linear = packed
-    release(layer)
-
-
-def release(layer: torch.nn.Module) -> None:
+def _release(parameter: torch.nn.Parameter, name: str) -> None:
     """Free a weight that was packed; the parameter stays, empty, where vLLM looks for it."""
-    layer.weight.data = torch.empty(0, dtype=layer.weight.dtype)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"the weight of {name} is packed and cannot be loaded into: use reload_weights(weights_iterator=...) or "
+            "reload_weights(weights_path=...) of the worker, which pack again, or VAC_LINEAR=torch"
+        )
+
+    storage = parameter.data.untyped_storage()
+    parameter.data = torch.empty(0, dtype=parameter.dtype)
+    parameter.weight_loader = refuse
+    # Allocators keep what is freed for a while, in which several layers would come together.
+    if torch._C._storage_Use_Count(storage._cdata) == 1:
+        pages.release(storage.data_ptr(), storage.nbytes())
+
+
+def _name(layers: list[torch.nn.Module]) -> str:
+    """The layers' names, for errors and compiled graphs."""
+    return " and ".join(getattr(layer, "prefix", "") or type(layer).__name__ for layer in layers)
+
+
+@functools.lru_cache
+def _tuner(mode: str, cache_directory: str, num_threads: int) -> tuner.Tuner:
+    lib = library.load()
+    environment = (
+        cpu.detect().name,
+        cpu.TIERS[lib.vac_tier()],
+        f"{num_threads} threads",
+        *(f"{package} {_version(package)}" for package in ("vllm-arm-cpu", "vllm")),
+        f"torch {torch.__version__}",
+    )
+    return tuner.Tuner(candidates.ORDER, mode, tuner.ChoiceCache(Path(cache_directory), environment))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

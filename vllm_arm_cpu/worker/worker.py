@@ -26,9 +26,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 
 from vllm_arm_cpu import compat, layers
-from vllm_arm_cpu.compat import torch_threads
+from vllm_arm_cpu.compat import checkpoint_pages, torch_threads
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.runtime import preload, threads, topology
+from vllm_arm_cpu.worker import warmup
 from vllm_arm_cpu.worker.model_runner import ArmCpuModelRunner
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class ArmCpuWorker(CPUWorker):
         layers.register()
         compat.apply()
         self.topology = topology.read()
+        self._affinity = os.sched_getaffinity(0)
         # CPUWorker's constructor calls into vllm._C; its base class does not.
         Worker.__init__(
             self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=is_driver_worker
@@ -117,6 +119,15 @@ class ArmCpuWorker(CPUWorker):
         plan = threads.apply(threads.plan_threads(self.topology), torch_threads.fix, pin)
         logger.info("threads: %d on CPUs %s (%s)", plan.num_threads, list(plan.cpus), "; ".join(plan.reasons))
 
+    def shutdown(self) -> None:
+        """End the worker; the thread that ran it may use all of its CPUs again.
+
+        An engine inside the user's own process must not leave it bound: the
+        next one would find no other CPUs.
+        """
+        super().shutdown()
+        os.sched_setaffinity(0, self._affinity)
+
     def _warn_if_not_preloaded(self) -> None:
         missing = preload.not_mapped()
         if missing:
@@ -126,6 +137,25 @@ class ArmCpuWorker(CPUWorker):
                 " and ".join(candidate.name for candidate in missing),
                 ":".join(str(candidate.path) for candidate in missing),
             )
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the weights, each into the form that its kernel reads."""
+        with checkpoint_pages.released_once_read():
+            super().load_model(load_dummy_weights=load_dummy_weights)
+        warmup.after_load(self.model_runner.get_model())
+
+    def reload_weights(
+        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+    ) -> None:
+        """Other weights for the same model, packed again in place.
+
+        Raises:
+            ValueError: weights that are not in the checkpoint's format, where the layers are packed.
+        """
+        if not is_checkpoint_format:
+            warmup.refuse_unpacked_reload(self.model_runner.get_model())
+        with checkpoint_pages.released_once_read():
+            super().reload_weights(weights_iterator, weights_path, is_checkpoint_format)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what was asked for, or the rest of the share."""

@@ -1,0 +1,44 @@
+"""Two servers on one machine, started together and shared by all tests here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server
+
+START_TIMEOUT = 900
+"""Seconds until two servers that start at once must be ready; emulated on two cores they need some 5 minutes."""
+
+USER_LIBRARY = "/usr/lib/aarch64-linux-gnu/libnuma.so.1"
+"""Stands for whatever a user preloads: any library that does nothing by itself."""
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """The first as most users start it, the second with an LD_PRELOAD of the user's own."""
+    environ = {name: "" for name in ("LD_PRELOAD", "VAC_PRELOAD") if name in os.environ}
+    library = USER_LIBRARY if Path(USER_LIBRARY).exists() else ""
+    pair = (
+        Server(tmp_path_factory.mktemp("a"), environ),
+        Server(tmp_path_factory.mktemp("b"), {**environ, "LD_PRELOAD": library}),
+    )
+    try:
+        for server in pair:
+            server.start()
+        for server in pair:
+            seconds = server.wait_until_ready(START_TIMEOUT)
+            print(f"server on port {server.port}: ready after {seconds:.0f} s")
+        yield pair
+    finally:
+        for server in pair:
+            server.kill()
+
+
+@pytest.fixture(scope="session")
+def server(servers: tuple[Server, Server]) -> Server:
+    """The first of the two."""
+    return servers[0]

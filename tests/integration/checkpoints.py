@@ -1,0 +1,63 @@
+"""Tiny checkpoints with random weights, made on the spot, for models that the embedded one does not stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model in FP32 whose weights are BF16 numbers.
+
+    Biases and norm weights are random, too: initialised to 0 and 1 they would
+    not show when an engine leaves them out. The logits spread over a few
+    units, so that most steps have one clearly likeliest token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                value = 1 + 0.2 * noise
+            elif name.endswith("bias"):
+                value = 0.5 * noise
+            elif "embed_tokens" in name or "lm_head" in name:
+                value = 0.15 * noise
+            else:
+                value = noise * parameter.shape[-1] ** -0.5
+            parameter.copy_(value.to(torch.bfloat16))
+    return model
+
+
+def save(model: PreTrainedModel, directory: Path) -> Path:
+    """Write a BF16 checkpoint without a tokenizer; the model itself keeps its FP32 parameters."""
+    state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(directory, state_dict=state)
+    return directory
+
+
+def llama_config_only(directory: Path, **changes: Any) -> Path:
+    """A Llama checkpoint without weights: whoever gets as far as loading them says so."""
+    config = LlamaConfig(**{**SIZES, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **changes})
+    config.save_pretrained(directory)
+    return directory

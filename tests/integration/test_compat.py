@@ -1,0 +1,171 @@
+"""Every patch in ``vllm_arm_cpu/compat`` is still needed, and still fits what it replaces.
+
+vLLM's source is read, not its objects: other tests of this process have
+patched those. A test that fails here after moving to another vLLM says that a
+patch can go, or must follow.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+import vllm
+from vllm.platforms.interface import Platform
+
+import vllm_arm_cpu
+
+VLLM = Path(vllm.__file__).parent
+COMPAT = Path(vllm_arm_cpu.__file__).parent / "compat"
+PATCHES = sorted(path.stem for path in COMPAT.glob("*.py") if path.stem != "__init__")
+
+
+class Source:
+    """One of vLLM's files."""
+
+    def __init__(self, path: str) -> None:
+        self.text = (VLLM / path).read_text()
+        self.tree = ast.parse(self.text)
+
+    def function(self, name: str) -> str:
+        """Source of a function, or of a method given as ``Class.method``; without its docstring and comments."""
+        return ast.unparse(self._find(name))
+
+    def parameters(self, name: str) -> list[str]:
+        """Names of a function's parameters, in order."""
+        arguments = self._find(name).args
+        return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+    def imports(self) -> set[str]:
+        """Names that the module imports at its top level from other modules."""
+        return {
+            alias.asname or alias.name
+            for node in self.tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+
+    def _find(self, name: str) -> ast.FunctionDef:
+        body: list[ast.stmt] = self.tree.body
+        *classes, function = name.split(".")
+        for class_name in classes:
+            body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
+        found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
+        assert found is not None, f"vLLM has no {name} any more"
+        if ast.get_docstring(found) is not None:
+            found.body = found.body[1:]
+        return found
+
+
+def own_parameters(function: FunctionType) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_linear_dispatch() -> None:
+    """Linear and embedding layers ask one function, by its name at that moment, and no platform."""
+    utils = Source("model_executor/layers/utils.py")
+    assert utils.parameters("dispatch_cpu_unquantized_gemm") == ["layer", "remove_weight"]
+    for path, method, remove in [
+        ("linear.py", "UnquantizedLinearMethod.process_weights_after_loading", True),
+        ("vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod.process_weights_after_loading", False),
+    ]:
+        caller = Source(f"model_executor/layers/{path}").function(method)
+        # Imported where it is called: replacing it in its own module reaches both.
+        assert "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm" in caller
+        assert f"dispatch_cpu_unquantized_gemm(layer, remove_weight={remove})" in caller
+    asked = set(re.findall(r"current_platform\.(\w+)", utils.function("dispatch_cpu_unquantized_gemm")))
+    assert asked <= {"is_zen_cpu", "get_cpu_architecture"}, "it asks the platform: is that a hook?"
+    hooks = [name for name in dir(Platform) if re.search("linear|unquantized", name)]
+    assert hooks == [], "the platform has a hook for linear layers now"
+
+
+def test_sampler_ops() -> None:
+    """Both methods call an operator of ``vllm._C`` on every CPU platform."""
+    from vllm_arm_cpu.sampling import sampler
+
+    upstream = Source("v1/sample/sampler.py")
+    greedy = upstream.function("Sampler.greedy_sample")
+    assert re.search(r"is_cpu\(\):\s+return torch\.ops\._C\.greedy_argmax\(logits\)", greedy)
+    assert "@staticmethod" in greedy
+    assert upstream.parameters("Sampler.greedy_sample") == own_parameters(sampler.greedy_sample)
+
+    random = Source("v1/sample/ops/topk_topp_sampler.py")
+    assert "torch.ops._C.fused_gumbel_argmax(" in random.function("TopKTopPSampler.forward_cpu")
+    assert "self.forward = self.forward_cpu" in random.function("TopKTopPSampler.__init__")
+    assert random.parameters("TopKTopPSampler.forward_cpu") == own_parameters(sampler.top_k_top_p_sample)
+
+
+def test_torch_threads() -> None:
+    """The worker reduces torch to one thread behind load_model, whatever the platform."""
+    worker = Source("v1/worker/gpu_worker.py")
+    assert "set_torch_threads_for_runtime" in worker.imports()
+    assert "set_torch_threads_for_runtime()" in worker.function("Worker.load_model")
+    function = Source("utils/torch_utils.py").function("set_torch_threads_for_runtime")
+    assert "torch.set_num_threads(1)" in function
+    assert "current_platform" not in function, "it asks the platform now"
+
+
+def test_triton_kernels() -> None:
+    """Without Triton, vLLM maps the slot mapping kernel to ``vllm._C``; with it, to a Triton kernel."""
+    from vllm_arm_cpu.compat import triton_kernels
+
+    cpu = Source("utils/cpu_triton_utils.py")
+    name = "_compute_slot_mapping_kernel_impl"
+    assert "torch.ops._C.compute_slot_mapping_kernel_impl(" in cpu.function(name)
+    assert cpu.parameters(name) == own_parameters(triton_kernels.compute_slot_mapping)
+    # vLLM looks the function up in its module when it registers, and registers it under this name.
+    overrides = Source("platforms/cpu.py").function("CpuPlatform.register_triton_kernel_overrides")
+    assert re.search(r"if HAS_TRITON:\s+return", overrides)
+    registered = f"'vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel': cpu_tl.{name}"
+    assert registered in overrides
+    assert "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel" in inspect.getsource(triton_kernels.register)
+    kernel = Source("v1/worker/block_table.py").parameters("ComputeSlotMappingKernel.kernel")
+    assert [parameter.removesuffix("_ptr") for parameter in kernel] == cpu.parameters(name)
+
+
+def test_checkpoint_pages() -> None:
+    """The default loader looks its iterator up by name, and that keeps a file mapped until its last tensor."""
+    loader = Source("model_executor/model_loader/default_loader.py")
+    assert "safetensors_weights_iterator" in loader.imports()
+    assert "safetensors_weights_iterator(" in loader.function("DefaultModelLoader._get_weights_iterator")
+    iterator = Source("model_executor/model_loader/weight_utils.py").function("safetensors_weights_iterator")
+    assert "with safe_open(" in iterator
+    assert "get_tensor(" in iterator
+    assert "madvise" not in iterator
+
+
+def test_engine_shutdown() -> None:
+    """SIGTERM is lost while an engine loads; and only ROCm's engines get time to end before they are killed."""
+    utils = Source("v1/engine/utils.py")
+    assert "zmq_socket_ctx" in utils.imports()
+    assert "with zmq_socket_ctx(" in utils.function("launch_core_engines")
+    swallowed = r"except KeyboardInterrupt:\s+logger\.debug\(.*\)\s+finally:"
+    assert re.search(swallowed, Source("utils/network_utils.py").function("zmq_socket_ctx"))
+
+    timeout = utils.function("get_engine_process_shutdown_timeout")
+    assert "request_timeout == 0 and process_timeout == 0 and current_platform.is_rocm()" in timeout
+    manager = utils.function("CoreEngineProcManager.shutdown")
+    assert "get_engine_process_shutdown_timeout(self._request_shutdown_timeout, timeout)" in manager
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_every_patch_has_a_test_and_an_end(patch: str) -> None:
+    assert f"test_{patch}" in globals(), f"vllm_arm_cpu/compat/{patch}.py has no test here"
+    docstring = ast.get_docstring(ast.parse((COMPAT / f"{patch}.py").read_text())) or ""
+    assert re.search(r"\bcan\s+go\s+once\b|\bhook\b", docstring, re.I), "it does not say when it can go"
+
+
+def test_every_test_has_a_patch() -> None:
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {name for name in tests if not name.startswith("every_")} == set(PATCHES)
+
+
+def test_every_patch_is_a_module() -> None:
+    """They import beside this vLLM."""
+    from importlib import import_module
+
+    assert all(isinstance(import_module(f"vllm_arm_cpu.compat.{patch}"), ModuleType) for patch in PATCHES)

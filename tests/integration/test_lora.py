@@ -1,0 +1,111 @@
+"""LoRA adapters on packed layers: as if the adapter had been merged into the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.integration.engine import MODEL, engine, golden_prompts
+from tests.integration.test_linear import assert_golden_start
+
+RANK, ALPHA = 8, 16
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NEW_TOKENS = 8
+
+# Of the logits: BF16 has 8 significant bits, and the activations are rounded a dozen times.
+TOLERANCE = 0.06
+
+
+def make_adapter(directory: Path, seed: int) -> tuple[LoRARequest, LlamaForCausalLM]:
+    """An adapter in PEFT's format, and the FP32 model with it merged in."""
+    generator = torch.Generator().manual_seed(seed)
+    directory.mkdir()
+    reference = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    tensors = {}
+    for name, module in reference.named_modules():
+        if name.rsplit(".", 1)[-1] not in TARGETS:
+            continue
+        n, k = module.weight.shape
+        # The engine holds adapters in BF16: let these be exact in it.
+        a = (torch.randn(RANK, k, generator=generator) / k**0.5).to(torch.bfloat16)
+        b = (torch.randn(n, RANK, generator=generator) * 0.05).to(torch.bfloat16)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        module.weight.data += ALPHA / RANK * (b.float() @ a.float())
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(MODEL),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(TARGETS),
+        "modules_to_save": None,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(directory.name, seed, str(directory)), reference
+
+
+def assert_as(reference: LlamaForCausalLM, output: object) -> None:
+    """Logprobs, the prompt's too if there are any, are the reference's, and so are the tokens where it is sure."""
+    prompt, completion = output.prompt_token_ids, output.outputs[0]  # type: ignore[attr-defined]
+    tokens = [*prompt, *completion.token_ids]
+    with torch.no_grad():
+        logits = reference(torch.tensor([tokens])).logits[0]
+    entries = [*(output.prompt_logprobs or [])[1:], *completion.logprobs]  # type: ignore[attr-defined]
+    tokens = tokens[-len(entries) :]
+    expected = logits.log_softmax(-1)[range(len(logits) - 1 - len(entries), len(logits) - 1), tokens]
+    got = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
+    assert (got - expected).abs().mean() < TOLERANCE / 2
+    assert (got - expected).abs().max() < 4 * TOLERANCE
+    for row, token in zip(logits[len(prompt) - 1 :], completion.token_ids, strict=False):
+        best = row.topk(2)
+        assert token == best.indices[0] or best.values[0] - best.values[1] < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("kernel", ["vac", "torch"])
+def test_two_adapters(tmp_path: Path, kernel: str) -> None:
+    one, reference_one = make_adapter(tmp_path / "one", 1)
+    two, reference_two = make_adapter(tmp_path / "two", 2)
+    base = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    prompts = [{"prompt_token_ids": ids} for ids in golden_prompts()[:3]]
+    # vLLM's wrapper cannot give logprobs of several prompts at once.
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_seqs": 8}
+    with engine(environ={"VAC_LINEAR": kernel}, **settings) as llm:
+        assert_golden_start(llm)
+        for request, reference in ((one, reference_one), (two, reference_two)):
+            for output in llm.generate(prompts, params, use_tqdm=False, lora_request=request):
+                assert_as(reference, output)
+        # Both adapters and none, in one batch.
+        requests = [one, two, None]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        for output, reference in zip(outputs, (reference_one, reference_two, base), strict=True):
+            assert_as(reference, output)
+        # The adapters do something: under another's reference the logprobs are wrong.
+        with pytest.raises(AssertionError):
+            assert_as(reference_two, outputs[0])
+        assert_golden_start(llm)
+
+
+def test_reload_under_an_adapter(tmp_path: Path) -> None:
+    """Packing again beneath the LoRA wrappers."""
+    one, reference = make_adapter(tmp_path / "one", 1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    prompts = [{"prompt_token_ids": golden_prompts()[0]}]
+    settings = {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK}
+    with engine(environ={"VAC_LINEAR": "vac"}, **settings) as llm:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(MODEL / "model.safetensors").items()}
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(zeros.items())})
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(MODEL)})
+        llm.reset_prefix_cache()
+        assert_as(reference, llm.generate(prompts, params, use_tqdm=False, lora_request=one)[0])
