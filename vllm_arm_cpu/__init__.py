@@ -85,9 +85,13 @@ def _decide() -> str | None:
 
     try:
         reason = check_environment()
+        errors = envs.errors() if reason is None else []
     except envs.EnvError as error:
+        errors = [error]
+    if errors:
         # A setting that means nothing must not be ignored: the user believes it works.
-        raise SystemExit(f"vllm-arm-cpu: {error}") from None
+        # vLLM goes on after any other exception of a plugin.
+        raise SystemExit("vllm-arm-cpu: " + "\nvllm-arm-cpu: ".join(map(str, errors)))
     if reason is not None:
         logger.warning("vllm-arm-cpu steps aside: %s", reason)
         return None

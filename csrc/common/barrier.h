@@ -19,8 +19,7 @@ class Barrier {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == thread_count) {
             arrived_.store(0, std::memory_order_relaxed);
             generation_.store(generation + 1, std::memory_order_seq_cst);
-            if (sleepers_.load(std::memory_order_seq_cst) != 0)
-                futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
+            if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
             return;
         }
         // About 2 to 10 microseconds on the cores in question: longer than the
@@ -30,8 +29,7 @@ class Barrier {
             pause();
         }
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        while (generation_.load(std::memory_order_seq_cst) == generation)
-            futex(FUTEX_WAIT_PRIVATE, generation);
+        while (generation_.load(std::memory_order_seq_cst) == generation) futex(FUTEX_WAIT_PRIVATE, generation);
         sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
 

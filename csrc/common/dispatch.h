@@ -17,14 +17,14 @@ extern int current_tier;
 
 // In a plain .cc file: defines the exported `vac_<name>` which forwards to
 // vac::dotprod::<name> or vac::bf16_i8mm::<name>, each defined in a .tier.cc.
-#define VAC_DEFINE_KERNEL(name)                                                                            \
-    namespace vac::dotprod {                                                                               \
-    void name(const void *args, uint32_t thread_index, uint32_t thread_count);                             \
-    }                                                                                                      \
-    namespace vac::bf16_i8mm {                                                                             \
-    void name(const void *args, uint32_t thread_index, uint32_t thread_count);                             \
-    }                                                                                                      \
+#define VAC_DEFINE_KERNEL(name)                                                                             \
+    namespace vac::dotprod {                                                                                \
+    void name(const void *args, uint32_t thread_index, uint32_t thread_count);                              \
+    }                                                                                                       \
+    namespace vac::bf16_i8mm {                                                                              \
+    void name(const void *args, uint32_t thread_index, uint32_t thread_count);                              \
+    }                                                                                                       \
     extern "C" VAC_EXPORT void vac_##name(const void *args, uint32_t thread_index, uint32_t thread_count) { \
-        static constexpr vac_kernel variants[] = {nullptr, vac::dotprod::name, vac::bf16_i8mm::name};      \
-        variants[vac::current_tier](args, thread_index, thread_count);                                     \
+        static constexpr vac_kernel variants[] = {nullptr, vac::dotprod::name, vac::bf16_i8mm::name};       \
+        variants[vac::current_tier](args, thread_index, thread_count);                                      \
     }

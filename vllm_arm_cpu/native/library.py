@@ -76,7 +76,8 @@ def load() -> Any:
     if not names:
         raise LibraryError(f"no C headers in {headers}: reinstall vllm-arm-cpu from its aarch64 wheel")
     for name in names:
-        ffi.cdef(c_declarations(name.read_text()))
+        # Asked again after a failure, the same declarations come again.
+        ffi.cdef(c_declarations(name.read_text()), override=True)
     _check_elf(library)
     try:
         lib = ffi.dlopen(str(library))

@@ -35,22 +35,22 @@ extern "C" {
 /* Strides are in elements. Pointers need the alignment of their element type
  * only (2 bytes for bf16 and f16); nothing outside the given rows is read. */
 typedef struct vac_gemm_args {
-    int32_t dtype;          /* vac_dtype of lhs and of the weight */
-    int32_t out_dtype;      /* of out and residual: dtype or VAC_F32 */
-    int32_t bias_dtype;     /* of bias: dtype, out_dtype or VAC_F32; ignored without bias */
-    size_t m;               /* rows of lhs and out; 0 is no work */
-    size_t n;               /* columns of out, rows of the weight */
-    size_t k;               /* 0 gives bias + residual */
-    const void *lhs;        /* [m, k], row stride lhs_stride >= k */
+    int32_t dtype;      /* vac_dtype of lhs and of the weight */
+    int32_t out_dtype;  /* of out and residual: dtype or VAC_F32 */
+    int32_t bias_dtype; /* of bias: dtype, out_dtype or VAC_F32; ignored without bias */
+    size_t m;           /* rows of lhs and out; 0 is no work */
+    size_t n;           /* columns of out, rows of the weight */
+    size_t k;           /* 0 gives bias + residual */
+    const void *lhs;    /* [m, k], row stride lhs_stride >= k */
     size_t lhs_stride;
-    const void *rhs;        /* vac_gemm_rhs_pack's output for (dtype, n, k) */
-    const void *bias;       /* [n], or NULL */
-    const void *residual;   /* [m, n], row stride residual_stride >= n, or NULL; may be out itself */
+    const void *rhs;      /* vac_gemm_rhs_pack's output for (dtype, n, k) */
+    const void *bias;     /* [n], or NULL */
+    const void *residual; /* [m, n], row stride residual_stride >= n, or NULL; may be out itself */
     size_t residual_stride;
-    void *out;              /* [m, n], row stride out_stride >= n; written */
+    void *out; /* [m, n], row stride out_stride >= n; written */
     size_t out_stride;
-    void *workspace;        /* vac_gemm_workspace_size bytes, any alignment; written; not shared with an op
-                               that may run at the same time */
+    void *workspace; /* vac_gemm_workspace_size bytes, any alignment; written; not shared with an op
+                        that may run at the same time */
 } vac_gemm_args;
 
 /* Kernel; the work is split over N, and over M too from M = 17 on. Up to
@@ -72,9 +72,9 @@ typedef struct vac_gemm_rhs_pack_args {
     int32_t dtype;
     size_t n;
     size_t k;
-    const void *rhs;        /* weight [n, k], row stride rhs_stride >= k, read once */
+    const void *rhs; /* weight [n, k], row stride rhs_stride >= k, read once */
     size_t rhs_stride;
-    void *packed;           /* vac_gemm_rhs_packed_size bytes, all written; align to 64 bytes for speed */
+    void *packed; /* vac_gemm_rhs_packed_size bytes, all written; align to 64 bytes for speed */
 } vac_gemm_rhs_pack_args;
 
 /* Kernel; split over N as vac_gemm does at M = 1, so that a page is first
@@ -83,13 +83,13 @@ void vac_gemm_rhs_pack(const void *args /* vac_gemm_rhs_pack_args */, uint32_t t
 
 typedef struct vac_gemm_rhs_gather_rows_args {
     int32_t dtype;
-    int32_t id_bytes;       /* of an id: 4 (int32_t) or 8 (int64_t) */
+    int32_t id_bytes; /* of an id: 4 (int32_t) or 8 (int64_t) */
     size_t n;
     size_t k;
-    const void *packed;     /* vac_gemm_rhs_pack's output for (dtype, n, k) */
-    const void *ids;        /* [num_rows]; ids outside [0, n) give a row of zeros */
+    const void *packed; /* vac_gemm_rhs_pack's output for (dtype, n, k) */
+    const void *ids;    /* [num_rows]; ids outside [0, n) give a row of zeros */
     size_t num_rows;
-    void *out;              /* [num_rows, k] of dtype, row stride out_stride >= k; written */
+    void *out; /* [num_rows, k] of dtype, row stride out_stride >= k; written */
     size_t out_stride;
 } vac_gemm_rhs_gather_rows_args;
 
