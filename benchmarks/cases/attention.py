@@ -7,6 +7,7 @@ for one layer, planning included.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from vllm_arm_cpu.native import library
 
 Prepared = tuple[Callable[[], None], int]
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 128
+NUM_HEADS, BLOCK_SIZE = 32, 128
 ffi = library.ffi
 
 
@@ -37,72 +38,99 @@ def _pointer(array: np.ndarray, kind: str = "void *") -> object:
     return ffi.cast(kind, array.ctypes.data)
 
 
-def _cache_write(num_tokens: int, dtype: str, cache: np.ndarray) -> tuple[object, list[np.ndarray]]:
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's attention is; upstream's cases have the defaults."""
+
+    num_kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bf16"
+    cache_format: str = "SAME"
+
+    @property
+    def format(self) -> int:
+        return int(getattr(library.load(), f"VAC_KV_{self.cache_format}"))
+
+    def page_bytes(self) -> int:
+        sizes = (self.head_size, self.head_size, BLOCK_SIZE)
+        return int(library.load().vac_kv_cache_page_size(self.format, DTYPES[self.dtype][0], *sizes))
+
+    def cache(self, num_tokens: int) -> np.ndarray:
+        return _aligned(-(-num_tokens // BLOCK_SIZE) * self.num_kv_heads * self.page_bytes())
+
+    def token_bytes(self) -> int:
+        """Bytes of one token in the cache."""
+        return self.num_kv_heads * self.page_bytes() // BLOCK_SIZE
+
+    def set(self, args: object) -> None:
+        """The fields that writing and attention have in common."""
+        element = np.dtype(DTYPES[self.dtype][1]).itemsize if self.cache_format == "SAME" else 1
+        args.cache_head_stride = self.page_bytes() // element
+        args.cache_block_stride = self.num_kv_heads * args.cache_head_stride
+        args.num_kv_heads, args.block_size = self.num_kv_heads, BLOCK_SIZE
+        args.head_size = args.v_head_size = self.head_size
+        args.dtype, args.cache_format = DTYPES[self.dtype][0], self.format
+
+
+BASE = Layer()
+
+
+def _cache_write(num_tokens: int, layer: Layer, cache: np.ndarray) -> tuple[object, list[np.ndarray]]:
     rng = np.random.default_rng(0)
-    key, value = _normal(rng, dtype, 2, num_tokens, NUM_KV_HEADS, HEAD_SIZE)
+    key, value = _normal(rng, layer.dtype, 2, num_tokens, layer.num_kv_heads, layer.head_size)
     slots = np.arange(num_tokens, dtype=np.int64)
     args = ffi.new("vac_kv_cache_write_args *")
     args.key, args.value, args.kv_cache = _pointer(key), _pointer(value), _pointer(cache)
     args.slot_mapping = _pointer(slots, "int64_t *")
-    args.key_token_stride = args.value_token_stride = NUM_KV_HEADS * HEAD_SIZE
-    args.key_head_stride = args.value_head_stride = HEAD_SIZE
-    args.cache_head_stride = 2 * BLOCK_SIZE * HEAD_SIZE
-    args.cache_block_stride = NUM_KV_HEADS * args.cache_head_stride
-    args.num_tokens, args.num_kv_heads, args.block_size = num_tokens, NUM_KV_HEADS, BLOCK_SIZE
-    args.head_size = args.v_head_size = HEAD_SIZE
-    args.dtype = DTYPES[dtype][0]
+    args.key_token_stride = args.value_token_stride = layer.num_kv_heads * layer.head_size
+    args.key_head_stride = args.value_head_stride = layer.head_size
+    args.num_tokens = num_tokens
+    layer.set(args)
     return args, [key, value, slots]
 
 
-def _cache(num_tokens: int, dtype: str) -> np.ndarray:
-    pages = -(-num_tokens // BLOCK_SIZE) * NUM_KV_HEADS
-    return _aligned(pages * 2 * BLOCK_SIZE * HEAD_SIZE * np.dtype(DTYPES[dtype][1]).itemsize)
-
-
-def cache_write(num_tokens: int, dtype: str = "bf16") -> Prepared:
+def cache_write(num_tokens: int, layer: Layer = BASE) -> Prepared:
     lib = library.load()
-    cache = _cache(num_tokens, dtype)
-    args, keep = _cache_write(num_tokens, dtype, cache)
+    cache = layer.cache(num_tokens)
+    args, keep = _cache_write(num_tokens, layer, cache)
 
     def call() -> None:
         lib.vac_kv_cache_write(args, 0, 1)
 
     call.keep = (cache, keep)  # type: ignore[attr-defined]
-    return call, 2 * keep[0].nbytes
+    return call, keep[0].nbytes + keep[1].nbytes
 
 
-def attention(query_len: int, seq_len: int, dtype: str = "bf16") -> Prepared:
+def attention(query_len: int, seq_len: int, layer: Layer = BASE) -> Prepared:
     lib = library.load()
     rng = np.random.default_rng(1)
-    cache = _cache(seq_len, dtype)
-    write_args, written = _cache_write(seq_len, dtype, cache)
+    cache = layer.cache(seq_len)
+    write_args, written = _cache_write(seq_len, layer, cache)
     lib.vac_kv_cache_write(write_args, 0, 1)
-    query = _normal(rng, dtype, query_len, NUM_HEADS, HEAD_SIZE)
+    query = _normal(rng, layer.dtype, query_len, NUM_HEADS, layer.head_size)
     output = np.empty_like(query)
     num_blocks = -(-seq_len // BLOCK_SIZE)
     block_table = np.arange(num_blocks, dtype=np.int32)
     starts, lengths = np.array([0, query_len], np.int32), np.array([seq_len], np.int32)
-    workspace = _aligned(lib.vac_attention_workspace_size(HEAD_SIZE, HEAD_SIZE, 1))
+    workspace = _aligned(lib.vac_attention_workspace_size(layer.head_size, layer.head_size, 1))
     plan_size = lib.vac_attention_plan_size(1, 1)
     plan = _aligned(plan_size)
 
     batch = ffi.new("vac_attention_plan_args *")
     batch.query_start_loc, batch.seq_lens = _pointer(starts, "int32_t *"), _pointer(lengths, "int32_t *")
     batch.num_reqs = batch.num_threads = batch.causal = 1
-    batch.num_heads, batch.num_kv_heads = NUM_HEADS, NUM_KV_HEADS
+    batch.num_heads, batch.num_kv_heads = NUM_HEADS, layer.num_kv_heads
 
     args = ffi.new("vac_attention_args *")
     args.query, args.output, args.kv_cache = _pointer(query), _pointer(output), _pointer(cache)
     args.block_table = _pointer(block_table, "int32_t *")
     args.query_start_loc, args.seq_lens = batch.query_start_loc, batch.seq_lens
     args.plan, args.workspace = _pointer(plan, "int32_t *"), _pointer(workspace)
-    args.query_token_stride = args.output_token_stride = NUM_HEADS * HEAD_SIZE
-    args.query_head_stride = args.output_head_stride = HEAD_SIZE
-    args.cache_head_stride, args.cache_block_stride = write_args.cache_head_stride, write_args.cache_block_stride
+    args.query_token_stride = args.output_token_stride = NUM_HEADS * layer.head_size
+    args.query_head_stride = args.output_head_stride = layer.head_size
     args.block_table_stride = num_blocks
-    args.num_heads, args.num_kv_heads, args.block_size = NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE
-    args.head_size = args.v_head_size = HEAD_SIZE
-    args.causal, args.dtype, args.scale = 1, DTYPES[dtype][0], HEAD_SIZE**-0.5
+    args.num_heads, args.causal, args.scale = NUM_HEADS, 1, layer.head_size**-0.5
+    layer.set(args)
     plan_pointer = _pointer(plan, "int32_t *")
 
     def call() -> None:
@@ -111,18 +139,35 @@ def attention(query_len: int, seq_len: int, dtype: str = "bf16") -> Prepared:
 
     keep = (cache, written, query, output, block_table, starts, lengths, workspace, plan)
     call.keep = keep  # type: ignore[attr-defined]
-    return call, query.nbytes + written[0].nbytes + written[1].nbytes
+    return call, query.nbytes + seq_len * layer.token_bytes()
 
+
+D64, MHA, MQA = Layer(head_size=64), Layer(num_kv_heads=32), Layer(num_kv_heads=1)
+F16, F32 = Layer(dtype="f16"), Layer(dtype="f32")
+INT8, FP8 = Layer(cache_format="INT8"), Layer(cache_format="FP8_E4M3")
 
 CASES: dict[str, Callable[[], Prepared]] = {
     "attn_q1_ctx512": lambda: attention(1, 512),
     "attn_q1_ctx4096": lambda: attention(1, 4096),
     "attn_q64_ctx256": lambda: attention(64, 256),
     "attn_q128_ctx128": lambda: attention(128, 128),
-    "attn_q1_ctx512_f16": lambda: attention(1, 512, "f16"),
-    "attn_q64_ctx256_f16": lambda: attention(64, 256, "f16"),
-    "attn_q1_ctx512_f32": lambda: attention(1, 512, "f32"),
-    "attn_q64_ctx256_f32": lambda: attention(64, 256, "f32"),
+    "attn_q1_ctx512_d64": lambda: attention(1, 512, D64),
+    "attn_q64_ctx256_d64": lambda: attention(64, 256, D64),
+    "attn_q1_ctx512_mha": lambda: attention(1, 512, MHA),
+    "attn_q64_ctx256_mha": lambda: attention(64, 256, MHA),
+    "attn_q1_ctx512_mqa": lambda: attention(1, 512, MQA),
+    "attn_q64_ctx256_mqa": lambda: attention(64, 256, MQA),
+    "attn_q1_ctx512_f16": lambda: attention(1, 512, F16),
+    "attn_q64_ctx256_f16": lambda: attention(64, 256, F16),
+    "attn_q1_ctx512_f32": lambda: attention(1, 512, F32),
+    "attn_q64_ctx256_f32": lambda: attention(64, 256, F32),
+    "attn_q1_ctx4096_int8": lambda: attention(1, 4096, INT8),
+    "attn_q64_ctx256_int8": lambda: attention(64, 256, INT8),
+    "attn_q1_ctx4096_fp8": lambda: attention(1, 4096, FP8),
+    "attn_q64_ctx256_fp8": lambda: attention(64, 256, FP8),
     "cache_write_64": lambda: cache_write(64),
     "cache_write_1": lambda: cache_write(1),
+    "cache_write_64_int8": lambda: cache_write(64, INT8),
+    "cache_write_1_int8": lambda: cache_write(1, INT8),
+    "cache_write_64_fp8": lambda: cache_write(64, FP8),
 }

@@ -16,6 +16,7 @@
 
 #include "attention/formats.h"
 #include "attention/layout.h"
+#include "attention/quantized.h"
 #include "common/dispatch.h"
 
 namespace vac::VAC_TIER_NS {
@@ -36,28 +37,31 @@ constexpr int kMaxPanels = 512 / kPanel;
 VAC_INLINE int32_t chunk_tokens(int num_tiles) { return num_tiles <= 4 ? 512 : 256; }
 
 // V of a run of tokens within one page.
-template <class Element>
+template <class Cache>
 struct SegmentOf {
-    const Element *base;    // panel 0 at the chunk's first token, were the page to reach there
+    const Cache *base;      // panel 0 at the chunk's first token, were the page to reach there
     uint32_t panel_stride;  // to the next 16 dimensions
     int32_t end;            // tokens from the chunk's first
 };
 
-template <class Element>
+template <class Element, class Cache>
 struct RowTileOf {
     int num_rows;
     Element *output[4];
-    int32_t low[4], high[4];            // keys that each row sees: [low, high)
-    int32_t begin, end;                 // union over the rows
-    int32_t full_begin, full_end;       // intersection
-    int32_t chunk_begin, chunk_end;     // the same within the current chunk, from its first token, in whole steps
-    const SegmentOf<Element> *segment;  // that chunk_begin lies in
-    bool started, finishes;             // output holds earlier chunks; this one is the last
-    float32x4_t exponent;               // M of each row: the running maximum, rounded up to a power of two
-    float32x4_t sum;                    // of the weights 2^(s - M)
-    float32x4_t inverse;                // of the sum
-    float32x4_t rescale;                // of the output so far, when M has grown
-    float32x4_t running[4];             // maximum of the chunk's scores, in the format's order
+    int32_t low[4], high[4];          // keys that each row sees: [low, high)
+    int32_t begin, end;               // union over the rows
+    int32_t full_begin, full_end;     // intersection
+    int32_t chunk_begin, chunk_end;   // the same within the current chunk, from its first token, in whole steps
+    const SegmentOf<Cache> *segment;  // that chunk_begin lies in
+    bool started, finishes;           // output holds earlier chunks; this one is the last
+    float32x4_t exponent;             // M of each row: the running maximum, rounded up to a power of two
+    float32x4_t sum;                  // of the weights 2^(s - M)
+    float32x4_t inverse;              // of the sum
+    float32x4_t rescale;              // of the output so far, when M has grown
+    float32x4_t running[4];           // maximum of the chunk's scores, in the format's order
+    // INT8 only: the queries' scales, what makes a score an exponent and its
+    // inverse, and the unit of the chunk's integer sums of values.
+    float32x4_t query_scale, factor, factor_inverse, unit;
 };
 
 // 2^(from - to) for integers from <= to; 0 from -infinity.
@@ -96,9 +100,13 @@ struct RowCount {
 template <class F>
 class Tile {
     using Element = typename F::Element;
+    using Cache = typename F::Cache;
     using Packed = typename F::Packed;
-    using RowTile = RowTileOf<Element>;
-    using Segment = SegmentOf<Element>;
+    using Weight = typename F::Weight;
+    using Wide = typename F::Wide;
+    using RowTile = RowTileOf<Element, Cache>;
+    using Segment = SegmentOf<Cache>;
+    static constexpr bool kInt8 = F::kStorage == Storage::kInt8, kFp8 = F::kStorage == Storage::kFp8;
 
   public:
     Tile(const vac_attention_args &args, uint8_t *scratch, uint32_t thread_scratch)
@@ -107,12 +115,14 @@ class Tile {
         scratch += layout.size * thread_scratch;
         query_ = reinterpret_cast<Packed *>(scratch + layout.query);
         scores_ = reinterpret_cast<float *>(scratch + layout.scores);
-        weights_ = reinterpret_cast<Packed *>(scratch + layout.weights);
+        weights_ = reinterpret_cast<Weight *>(scratch + layout.weights);
         own_output_ = reinterpret_cast<float *>(scratch + layout.output);
-        wide_ = reinterpret_cast<float *>(scratch + layout.wide);
-        tail_ = reinterpret_cast<Element *>(scratch + layout.tail);
-        transforms_ = args.softcap != 0.0f || args.alibi_slopes != nullptr || !(args.scale > 0.0f);
-        exponent_of_ = transforms_ ? kNatural : Factor{args.scale * kLog2E, 1 / (args.scale * kLog2E)};
+        wide_ = reinterpret_cast<Wide *>(scratch + layout.wide);
+        tail_ = reinterpret_cast<Cache *>(scratch + layout.tail);
+        scale_ = args.scale * (kFp8 && args.k_scale != 0.0f ? args.k_scale : 1.0f);
+        value_scale_ = kFp8 && args.v_scale != 0.0f ? args.v_scale : 1.0f;
+        transforms_ = args.softcap != 0.0f || args.alibi_slopes != nullptr || !(scale_ > 0.0f);
+        exponent_of_ = transforms_ ? kNatural : Factor{scale_ * kLog2E, 1 / (scale_ * kLog2E)};
     }
 
     // Rows [row_begin, row_begin + num_rows) of a KV head against keys
@@ -156,7 +166,7 @@ class Tile {
             for (int32_t s = 0; s < num_splits; ++s)
                 sum = vfmaq_f32(sum, vld1q_f32(state + s * state_step + 4),
                                 power_of_difference(vld1q_f32(state + s * state_step), exponent));
-            const float32x4_t inverse = inverse_or_zero(sum);
+            const float32x4_t inverse = vmulq_n_f32(inverse_or_zero(sum), value_scale_);
             for (uint32_t panel = 0; panel < args_.v_head_size / kPanel; ++panel) {
                 const float *from = partial_output + output_offset(t, panel);
                 float32x4_t acc[16];
@@ -247,7 +257,16 @@ class Tile {
                 tile.high[r] = tile.high[r - 1];
                 sink[r] = sink[r - 1];
             }
-            F::pack(rows, args_.head_size, query_ + kRows * args_.head_size * t);
+            Packed *packed = query_ + kRows * args_.head_size * t;
+            if constexpr (kInt8) {
+                float scales[4];
+                F::pack(rows, args_.head_size, packed, scales);
+                tile.query_scale = vld1q_f32(scales);
+                tile.factor = vmulq_n_f32(transforms_ ? vdupq_n_f32(1.0f) : tile.query_scale, exponent_of_.value);
+                tile.factor_inverse = vdivq_f32(vdupq_n_f32(1.0f), tile.factor);
+            } else {
+                F::pack(rows, args_.head_size, packed);
+            }
             tile.started = false;
             tile.exponent = vdupq_n_f32(-kInfinity);
             tile.sum = tile.rescale = vdupq_n_f32(0);
@@ -261,10 +280,10 @@ class Tile {
         tile.sum = vmulq_n_f32(weight, F::kWeightBias);
     }
 
-    const Element *page(int32_t token) const {
+    const Cache *page(int32_t token) const {
         const int64_t block =
             args_.block_table[request_ * args_.block_table_stride + static_cast<uint32_t>(token) / args_.block_size];
-        return static_cast<const Element *>(args_.kv_cache) + block * args_.cache_block_stride +
+        return static_cast<const Cache *>(args_.kv_cache) + block * args_.cache_block_stride +
                kv_head_ * args_.cache_head_stride;
     }
 
@@ -275,20 +294,64 @@ class Tile {
         num_segments_ = 0;
         int panel = 0;
         for (int32_t token = begin; token < end;) {
-            const Element *base = page(token);
+            const Cache *base = page(token);
             const auto offset = static_cast<int32_t>(static_cast<uint32_t>(token) % args_.block_size);
             const int32_t stop = min_of(end, token + block_size - offset);
-            const Element *k = base + static_cast<size_t>(offset) * args_.head_size;
-            for (int32_t i = token; i < stop; i += kPanel, k += kPanel * args_.head_size) k_panels_[panel++] = k;
+            const Cache *k = base + static_cast<size_t>(offset) * args_.head_size;
+            for (int32_t i = token; i < stop; i += kPanel, k += kPanel * args_.head_size, ++panel) {
+                k_panels_[panel] = k;
+                if constexpr (kInt8)
+                    key_scales_[panel] = reinterpret_cast<const float *>(base + page_elements()) + offset + (i - token);
+            }
             // The page's V as if its first panel began at the chunk's first token.
-            const Element *v = base + static_cast<size_t>(block_size) * args_.head_size + 16 * offset;
+            const Cache *v = base + static_cast<size_t>(block_size) * args_.head_size + 16 * offset;
             add_segment(v - 16 * (token - begin), kPanel * args_.block_size, stop - begin);
             token = stop;
         }
         if (F::kPadsDepth && ((end + 3) & ~3) > seq_len_) take_tail(end - begin, seq_len_ & 3);
+        if constexpr (kInt8) take_value_scales(end - begin);
     }
 
-    void add_segment(const Element *base, uint32_t panel_stride, int32_t end) {
+    // Elements of a page, in front of its scales.
+    size_t page_elements() const {
+        return static_cast<size_t>(args_.block_size) * (args_.head_size + args_.v_head_size);
+    }
+
+    // The scales of the chunk's values, so that the largest weight they could
+    // have is the largest integer. Tokens behind the end have the scale 0.
+    void take_value_scales(int32_t end) {
+        const int32_t num_panels = (end + kPanel - 1) / kPanel;
+        float32x4_t most = vdupq_n_f32(0x1p-100f);
+        for (int32_t panel = 0; panel < num_panels; ++panel) {
+            float32x4_t v[4];
+            value_scales(panel, end, v);
+            most = vmaxq_f32(vmaxq_f32(vmaxq_f32(v[0], v[1]), vmaxq_f32(v[2], v[3])), most);
+        }
+        const float largest = vmaxvq_f32(most);
+        const float units = F::kLargestWeight / largest;
+        // The integer sums count in 256 units.
+        unit_ = largest * (256.0f / F::kLargestWeight);
+        for (int32_t panel = 0; panel < num_panels; ++panel) {
+            float32x4_t v[4];
+            value_scales(panel, end, v);
+            for (int i = 0; i < 4; ++i) v[i] = vmulq_n_f32(v[i], units);
+            F::store_scales(weight_scales() + F::kScaleCopies * kPanel * panel, v);
+        }
+    }
+
+    VAC_INLINE void value_scales(int32_t panel, int32_t end, float32x4_t v[4]) const {
+        const float *scales = key_scales_[panel] + args_.block_size;
+        for (int i = 0; i < 4; ++i) v[i] = vld1q_f32(scales + 4 * i);
+        if (kPanel * (panel + 1) <= end) return;
+        for (int i = 0; i < 4; ++i) {
+            const uint32x4_t valid = vcltq_s32(FmlaOrder::position(i), vdupq_n_s32(end - kPanel * panel));
+            v[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(v[i]), valid));
+        }
+    }
+
+    float *weight_scales() const { return reinterpret_cast<float *>(wide_); }
+
+    void add_segment(const Cache *base, uint32_t panel_stride, int32_t end) {
         segments_[num_segments_++] = {base, panel_stride, end};
     }
 
@@ -297,15 +360,16 @@ class Tile {
     void take_tail(int32_t end, int valid) {
         const int32_t first = (end - 1) & ~3;
         const Segment last = segments_[num_segments_ - 1];
-        uint16_t mask[8];
-        for (int i = 0; i < 8; ++i) mask[i] = (i & 3) < valid ? 0xFFFF : 0;
-        const uint16x8_t keep = vld1q_u16(mask);
-        const auto *from = reinterpret_cast<const uint16_t *>(last.base + 16 * first);
-        auto *to = reinterpret_cast<uint16_t *>(tail_);
+        constexpr int kBytes = 64 * sizeof(Cache);  // of 4 tokens of a panel
+        uint8_t mask[16];
+        for (int i = 0; i < 16; ++i) mask[i] = (i / static_cast<int>(sizeof(Cache)) & 3) < valid ? 0xFF : 0;
+        const uint8x16_t keep = vld1q_u8(mask);
+        const auto *from = reinterpret_cast<const uint8_t *>(last.base + 16 * first);
+        auto *to = reinterpret_cast<uint8_t *>(tail_);
         for (uint32_t panel = 0; panel < args_.v_head_size / kPanel; ++panel)
-            for (int i = 0; i < 8; ++i)
-                vst1q_u16(to + 64 * panel + 8 * i,
-                          vandq_u16(vld1q_u16(from + panel * last.panel_stride + 8 * i), keep));
+            for (int i = 0; i < kBytes; i += 16)
+                vst1q_u8(to + kBytes * panel + i,
+                         vandq_u8(vld1q_u8(from + sizeof(Cache) * panel * last.panel_stride + i), keep));
         segments_[num_segments_ - 1].end = first;
         add_segment(tail_ - 16 * first, 64, first + 4);
     }
@@ -327,7 +391,12 @@ class Tile {
             for (int t = first; t < last; ++t)
                 if (tiles_[t].chunk_begin < tiles_[t].chunk_end) weigh<decltype(rows)::value>(t);
         });
-        by_rows([&](auto rows, int first, int last) { add_values<decltype(rows)::value>(first, last); });
+        by_rows([&](auto rows, int first, int last) {
+            if constexpr (kInt8)
+                add_integer_values<decltype(rows)::value>(first, last);
+            else
+                add_values<decltype(rows)::value>(first, last);
+        });
         for (int t = 0; t < num_tiles_; ++t) tiles_[t].started |= tiles_[t].chunk_begin < tiles_[t].chunk_end;
     }
 
@@ -348,7 +417,7 @@ class Tile {
     }
 
     float *scores_of(int t) const { return scores_ + tile_scores_ * t; }
-    Packed *weights_of(int t) const { return weights_ + tile_scores_ * t; }
+    Weight *weights_of(int t) const { return weights_ + tile_scores_ * t; }
     size_t output_offset(int t, uint32_t panel) const {
         return static_cast<size_t>(t) * kRows * args_.v_head_size + 64 * panel;
     }
@@ -362,28 +431,25 @@ class Tile {
     template <int Rows>
     VAC_INLINE void score_panel(int first, int last, int32_t panel) {
         const int32_t token = chunk_begin_ + kPanel * panel;
-        const Element *keys = k_panels_[panel];
+        const Cache *keys = k_panels_[panel];
         const auto depth = static_cast<int32_t>(args_.head_size);
         const Packed *query = query_ + kRows * depth * first;
         float *out = scores_of(first) + 64 * panel;
         bool wide = false;
         if constexpr (F::kWidens) {
-            for (int t = first; t < last - 1; ++t) wide |= tiles_[t].begin < token + kPanel && tiles_[t].end > token;
+            // A single row tile would not gain from it.
+            const int others = kFp8 ? last : last - 1;
+            for (int t = first; t < others; ++t) wide |= tiles_[t].begin < token + kPanel && tiles_[t].end > token;
             if (wide) F::widen(keys, wide_, depth);
         }
         for (RowTile *tile = tiles_ + first; tile != tiles_ + last;
              ++tile, query += kRows * depth, out += tile_scores_) {
             if (tile->begin >= token + kPanel || tile->end <= token) continue;
             float32x4_t acc[16];
-            for (int i = 0; i < 16; ++i) acc[i] = vdupq_n_f32(0);
-            bool half = false;
-            if constexpr (F::kHalves) {
-                half = tile->end - token <= kPanel / 2;
-                if (half) F::template multiply_half<Rows>(acc, query, keys, depth / F::kStep);
-            }
-            if constexpr (F::kWidens)
-                if (wide) F::template multiply_wide<Rows>(acc, query, wide_, depth);
-            if (!half && !wide) F::template multiply<Rows>(acc, query, keys, depth / F::kStep);
+            if constexpr (kInt8)
+                F::template score<Rows>(acc, query, keys, depth, key_scales_[panel]);
+            else
+                multiply_keys<Rows>(acc, query, keys, wide, tile->end - token <= kPanel / 2);
             for (int i = 0; i < 4 * Rows; ++i) vst1q_f32(out + 4 * i, acc[i]);
             // Found beside the stores, which are what takes time here.
             float32x4_t maximum[4];
@@ -393,6 +459,24 @@ class Tile {
                 finish_scores<Rows>(out, *tile, token);
             else
                 for (int i = 0; i < F::kMaxima; ++i) tile->running[i] = vmaxq_f32(tile->running[i], maximum[i]);
+        }
+    }
+
+    template <int Rows>
+    VAC_INLINE void multiply_keys(float32x4_t acc[16], const Packed *query, const Cache *keys, bool wide, bool half) {
+        const int32_t steps = static_cast<int32_t>(args_.head_size) / F::kStep;
+        for (int i = 0; i < 16; ++i) acc[i] = vdupq_n_f32(0);
+        if constexpr (kFp8 && F::kHalves) {
+            if (half) return F::template multiply_half<Rows>(acc, query, wide_, steps);
+            F::template multiply_wide<Rows>(acc, query, wide_, steps);
+        } else if constexpr (kFp8) {
+            F::template multiply_wide<Rows>(acc, query, wide_, steps);
+        } else {
+            if constexpr (F::kHalves)
+                if (half) return F::template multiply_half<Rows>(acc, query, keys, steps);
+            if constexpr (F::kWidens)
+                if (wide) return F::template multiply_wide<Rows>(acc, query, wide_, steps);
+            F::template multiply<Rows>(acc, query, keys, steps);
         }
     }
 
@@ -430,7 +514,8 @@ class Tile {
             if (args_.alibi_slopes != nullptr) slope[r] = args_.alibi_slopes[kv_head_ * group_ + row % group_];
         }
         for (int i = 0; i < 16; ++i) {
-            float32x4_t v = vmulq_n_f32(vld1q_f32(scores + 4 * i), args_.scale);
+            float32x4_t v = vmulq_n_f32(vld1q_f32(scores + 4 * i), scale_);
+            if constexpr (kInt8) v = vmulq_f32(v, F::spread(tiles_[t].query_scale, i));
             if (args_.softcap != 0.0f) {
                 const float32x4_t cap = vdupq_n_f32(args_.softcap);
                 v = vmulq_f32(tanh_f32(vdivq_f32(v, cap)), cap);
@@ -447,17 +532,33 @@ class Tile {
     template <int Rows>
     __attribute__((noinline)) void weigh(int t) {
         RowTile &tile = tiles_[t];
-        const float32x4_t maximum = vmulq_n_f32(F::reduce_maximum(tile.running), exponent_of_.value);
-        const float32x4_t exponent = vmaxq_f32(tile.exponent, vrndpq_f32(maximum));
+        float32x4_t maximum = F::reduce_maximum(tile.running);
+        if constexpr (kInt8)
+            maximum = vmulq_f32(maximum, tile.factor);
+        else
+            maximum = vmulq_n_f32(maximum, exponent_of_.value);
+        const float32x4_t highest = vrndpq_f32(maximum);
+        const float32x4_t exponent = vmaxq_f32(tile.exponent, highest);
         const float32x4_t finite = finite_or_zero(exponent);
         tile.rescale = power_of_difference(tile.exponent, finite);
         tile.exponent = exponent;
         const int32_t first = tile.chunk_begin / kPanel * kPanel, end = tile.chunk_end;
+        const float *scores = scores_of(t) + kRows * first;
+        Weight *weights = weights_of(t) + kRows * first;
         float32x4_t sum;
-        F::template weights<Rows>(scores_of(t) + kRows * first, weights_of(t) + kRows * first, end - first,
-                                  exponent_of_, finite, sum);
+        if constexpr (kInt8) {
+            // Integers are relative to the chunk's own maximum.
+            F::template weights<Rows>(scores, weights, end - first, tile.factor, tile.factor_inverse,
+                                      finite_or_zero(highest), weight_scales() + F::kScaleCopies * first, sum);
+            const float32x4_t rescale = power_of_difference(highest, finite);
+            tile.unit = vmulq_n_f32(rescale, unit_);
+            sum = vmulq_f32(sum, rescale);
+        } else {
+            F::template weights<Rows>(scores, weights, end - first, exponent_of_, finite, sum);
+        }
         tile.sum = vfmaq_f32(sum, tile.sum, tile.rescale);
         tile.inverse = inverse_or_zero(tile.sum);
+        if constexpr (kFp8) tile.inverse = vmulq_n_f32(tile.inverse, value_scale_);
     }
 
     // Each V panel for the row tiles [first, last).
@@ -468,7 +569,7 @@ class Tile {
 
     template <int Rows>
     VAC_INLINE void add_panel(int first, int last, uint32_t panel) {
-        const bool wide = F::kWidens && last - first > 1;
+        const bool wide = F::kWidens && (kFp8 || last - first > 1);
         if constexpr (F::kWidens)
             if (wide) widen_values(first, last, panel);
         for (int t = first; t < last; ++t) {
@@ -483,16 +584,18 @@ class Tile {
                 for (int i = 0; i < 4 * Rows; ++i)
                     acc[i] = vmulq_f32(vld1q_f32(output + 4 * i), F::spread(tile.rescale, i));
             }
-            const Packed *weights = weights_of(t);
+            const Weight *weights = weights_of(t);
             if constexpr (F::kWidens)
                 if (wide) {
-                    F::template multiply_wide<Rows>(acc, weights + kRows * token, wide_ + 16 * token, end - token);
+                    F::template multiply_wide<Rows>(acc, weights + kRows * token, wide_ + 16 * token,
+                                                    (end - token + F::kStep - 1) / F::kStep);
                     token = end;
                 }
-            for (const Segment *segment = tile.segment; token < end; token = segment++->end)
-                F::template multiply<Rows>(acc, weights + kRows * token,
-                                           segment->base + panel * segment->panel_stride + 16 * token,
-                                           (min_of(end, segment->end) - token + F::kStep - 1) / F::kStep);
+            if constexpr (!kFp8)
+                for (const Segment *segment = tile.segment; token < end; token = segment++->end)
+                    F::template multiply<Rows>(acc, weights + kRows * token,
+                                               segment->base + panel * segment->panel_stride + 16 * token,
+                                               (min_of(end, segment->end) - token + F::kStep - 1) / F::kStep);
             if (!tile.finishes) {
                 float *output = output_ + output_offset(t, panel);
                 for (int i = 0; i < 16; ++i) vst1q_f32(output + 4 * i, acc[i]);
@@ -503,7 +606,59 @@ class Tile {
         }
     }
 
-    // What the row tiles read of a V panel, in FP32 and in one piece.
+    template <int Rows>
+    __attribute__((noinline)) void add_integer_values(int first, int last) {
+        for (uint32_t panel = 0; panel < args_.v_head_size / kPanel; ++panel)
+            add_integer_panel<Rows>(first, last, panel);
+    }
+
+    // As add_panel, in passes that have 16 integer accumulators, and these scaled at the end.
+    template <int Rows>
+    VAC_INLINE void add_integer_panel(int first, int last, uint32_t panel) {
+        constexpr int kColumns = F::template kPassColumns<Rows>, kRegisters = kColumns * Rows / 4;
+        for (int pass = 0; pass < kPanel / kColumns; ++pass)
+            for (int t = first; t < last; ++t) {
+                const RowTile &tile = tiles_[t];
+                const int32_t end = tile.chunk_end;
+                int32_t token = tile.chunk_begin;
+                if (token >= end) continue;
+                int32x4_t acc[16];
+                for (int i = 0; i < 16; ++i) acc[i] = vdupq_n_s32(0);
+                const Weight *weights = weights_of(t);
+                for (const Segment *segment = tile.segment; token < end; token = segment++->end)
+                    F::template multiply_values<Rows>(
+                        acc, weights + kRows * token,
+                        segment->base + panel * segment->panel_stride + 16 * token + kColumns * kInt8Group * pass,
+                        (min_of(end, segment->end) - token + F::kStep - 1) / F::kStep);
+                float *output = output_ + output_offset(t, panel);
+                float32x4_t sums[kRegisters];
+                // Straight code in between the branches, so that its latencies overlap.
+                VAC_UNROLL
+                for (int i = 0; i < kRegisters; ++i)
+                    sums[i] = vmulq_f32(F::template combine<Rows>(acc, i),
+                                        F::spread(tile.unit, F::template index<Rows>(i, pass)));
+                if (tile.started) {
+                    VAC_UNROLL
+                    for (int i = 0; i < kRegisters; ++i) {
+                        const int at = F::template index<Rows>(i, pass);
+                        sums[i] = vfmaq_f32(sums[i], vld1q_f32(output + 4 * at), F::spread(tile.rescale, at));
+                    }
+                }
+                if (!tile.finishes) {
+                    VAC_UNROLL
+                    for (int i = 0; i < kRegisters; ++i)
+                        vst1q_f32(output + 4 * F::template index<Rows>(i, pass), sums[i]);
+                    continue;
+                }
+                VAC_UNROLL
+                for (int i = 0; i < kRegisters; ++i)
+                    sums[i] = vmulq_f32(sums[i], F::spread(tile.inverse, F::template index<Rows>(i, pass)));
+                F::template store_pass<typename F::Store, Rows>(sums, tile.output, tile.num_rows,
+                                                                panel * kPanel + kColumns * pass);
+            }
+    }
+
+    // What the row tiles read of a V panel, converted and in one piece.
     void widen_values(int first, int last, uint32_t panel) {
         int32_t begin = INT32_MAX, end = 0;
         for (int t = first; t < last; ++t) {
@@ -515,7 +670,8 @@ class Tile {
         for (int32_t token = begin; token < end; ++segment) {
             const int32_t stop = min_of(end, segment->end);
             if (stop <= token) continue;
-            F::widen(segment->base + panel * segment->panel_stride + 16 * token, wide_ + 16 * token, stop - token);
+            F::widen(segment->base + panel * segment->panel_stride + 16 * token, wide_ + 16 * token,
+                     (stop - token + F::kStep - 1) / F::kStep * F::kStep);
             token = stop;
         }
     }
@@ -540,18 +696,23 @@ class Tile {
 
     const vac_attention_args &args_;
     const uint32_t group_;
-    Packed *query_, *weights_;
-    float *scores_, *own_output_, *output_, *wide_;
-    Element *tail_;
+    Packed *query_;
+    Weight *weights_;
+    float *scores_, *own_output_, *output_;
+    Wide *wide_;
+    Cache *tail_;
     bool transforms_, partial_, causal_;
-    Factor exponent_of_;  // a score times this is an exponent of 2
+    float scale_, value_scale_;  // with E4M3's scales of K and V
+    float unit_;                 // INT8: of the chunk's weights
+    Factor exponent_of_;         // a score times this is an exponent of 2
 
     uint32_t request_, kv_head_;
     int32_t row_begin_, num_rows_, query_start_, seq_len_, context_, chunk_begin_;
     ptrdiff_t tile_scores_;  // a row tile's share of scores and weights
     int num_tiles_, num_segments_;
     RowTile tiles_[kMaxTiles];
-    const Element *k_panels_[kMaxPanels];
+    const Cache *k_panels_[kMaxPanels];
+    const float *key_scales_[kMaxPanels];  // INT8; V's lie block_size further on
     Segment segments_[kMaxPanels + 2];
 };
 
@@ -608,6 +769,18 @@ void run_plan(const vac_attention_args &args, uint32_t thread_index, uint32_t th
     }
 }
 
+template <class Bf16, class F16, class F32>
+void run_type(const vac_attention_args &args, uint32_t thread_index, uint32_t thread_count) {
+    switch (args.dtype) {
+        case VAC_BF16:
+            return run_plan<Bf16>(args, thread_index, thread_count);
+        case VAC_F16:
+            return run_plan<F16>(args, thread_index, thread_count);
+        default:
+            return run_plan<F32>(args, thread_index, thread_count);
+    }
+}
+
 template <class Exp>
 void exp_range(const vac_exp_f32_args &args, uint64_t begin, uint64_t end, const Exp &exp) {
     const float32x4_t least = vdupq_n_f32(0x1p-126f);
@@ -632,13 +805,14 @@ struct GenericExp {
 
 void attention(const void *args, uint32_t thread_index, uint32_t thread_count) {
     const auto &a = *static_cast<const vac_attention_args *>(args);
-    switch (a.dtype) {
-        case VAC_BF16:
-            return run_plan<FormatBf16>(a, thread_index, thread_count);
-        case VAC_F16:
-            return run_plan<FormatF16>(a, thread_index, thread_count);
+    switch (a.cache_format) {
+        case VAC_KV_INT8:
+            return run_type<Int8Format<StoreBf16>, Int8Format<StoreF16>, Int8Format<StoreF32>>(a, thread_index,
+                                                                                               thread_count);
+        case VAC_KV_FP8_E4M3:
+            return run_type<Fp8Bf16, Fp8F16, Fp8F32>(a, thread_index, thread_count);
         default:
-            return run_plan<FormatF32>(a, thread_index, thread_count);
+            return run_type<FormatBf16, FormatF16, FormatF32>(a, thread_index, thread_count);
     }
 }
 

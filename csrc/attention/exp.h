@@ -82,20 +82,23 @@ inline float32x4_t exp2_scores(float32x4_t s, const ExpScale &e) {
     return vmulq_f32(Exp2<Degree>::polynomial(minus_f), power);
 }
 
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-// The same for weights that go into BFMMLA, with two differences.
+// The same for weights that go into BFMMLA or become integers, with two differences.
 //
 // The operands that FMLA overwrites are in memory: read anew for each use, a
 // load takes the place of a register copy, which would need a vector pipe.
 //
 // The exponent is added to the polynomial's bits (one MLA). What is too small
-// comes out just below 2^-126, and BFMMLA takes denormal inputs for 0.
+// comes out just below 2^-126; BFMMLA takes denormal inputs for 0, an integer is 0.
 class WeightExp {
   public:
     WeightExp(Factor factor, float32x4_t max_exponent)
-        : scale_(vdupq_n_f32(factor.value)),
+        : WeightExp(vdupq_n_f32(factor.value), vdupq_n_f32(factor.inverse), max_exponent) {}
+
+    // With a factor of each lane and its inverse.
+    WeightExp(float32x4_t factor, float32x4_t inverse, float32x4_t max_exponent)
+        : scale_(factor),
           shift_(vsubq_f32(vdupq_n_f32(12582912.0f), max_exponent)),
-          floor_(vmulq_n_f32(vsubq_f32(max_exponent, vdupq_n_f32(126.0f)), factor.inverse)),
+          floor_(vmulq_f32(vsubq_f32(max_exponent, vdupq_n_f32(126.0f)), inverse)),
           shift_operand_(shift_),
           offset_operand_(vdupq_n_f32(Exp2<3>::kOffset)),
           square_operand_(vdupq_n_f32(Exp2<3>::kSquare)) {
@@ -116,7 +119,6 @@ class WeightExp {
     uint32x4_t exponent_bit_ = vdupq_n_u32(1u << 23);
     volatile float32x4_t shift_operand_, offset_operand_, square_operand_;
 };
-#endif
 
 }  // namespace
 }  // namespace vac::VAC_TIER_NS

@@ -2,7 +2,9 @@
 // 16 columns, the shape that both scores and outputs are made of.
 //
 // A format defines
-//   Element, Packed          storage of the cache; of queries and weights as the left operand
+//   Element, Cache           storage of queries and output; of the cache
+//   Packed, Weight, Wide     queries and weights as the left operand; a panel converted for the product
+//   kStorage                 what the cache holds: the element type itself, INT8 or E4M3 (quantized.h)
 //   kStep                    depth of one step of the product
 //   rows_used(n)             the row count, of those it has code for, that holds n rows
 //   pack(rows, depth, out)   4 rows of queries -> [depth][4 rows] in its own order
@@ -60,6 +62,8 @@ VAC_INLINE uint16x8_t bf16_from_f32(float32x4_t low, float32x4_t high) {
     return vuzp2q_u16(vreinterpretq_u16_u32(bits[0]), vreinterpretq_u16_u32(bits[1]));
 #endif
 }
+
+enum class Storage { kSame, kInt8, kFp8 };
 
 // Storage <-> FP32, for 4 or 8 elements.
 struct StoreBf16 {
@@ -162,7 +166,11 @@ template <class StoreType, int Degree>
 struct FmlaFormat : FmlaOrder {
     using Store = StoreType;
     using Element = typename Store::Element;
+    using Cache = Element;
     using Packed = float;
+    using Weight = Packed;
+    using Wide = float;
+    static constexpr Storage kStorage = Storage::kSame;
     static constexpr int kDegree = Degree;
     // Mean of a stored weight over the computed one.
     static constexpr float kWeightBias = 1.0f;
@@ -248,7 +256,11 @@ struct FmlaFormat : FmlaOrder {
 struct FmlalFormat : FmlaOrder {
     using Store = StoreF16;
     using Element = float16_t;
+    using Cache = Element;
     using Packed = float16_t;
+    using Weight = Packed;
+    using Wide = float;
+    static constexpr Storage kStorage = Storage::kSame;
     static constexpr int kDegree = 4;
     static constexpr float kWeightBias = 1.0f;
     static constexpr bool kWidens = false;
@@ -312,32 +324,12 @@ struct FmlalFormat : FmlaOrder {
 #endif
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-// BFMMLA: 2 rows x 4 of depth times 4 of depth x 2 columns.
-// lhs [depth/4][2 row pairs][2 x 4], rhs [depth/4][8 column pairs][2 x 4].
-//
-//          b0  b1  ...  b7      one step: 8 loads of rhs, 2 of lhs, 16 BFMMLA
-//   a0    [0] [1]  ... [7]      acc[8 p + c] = { r0 c0, r0 c1, r1 c0, r1 c1 }
-//   a1    [8] [9]  ... [15]     of row pair p, column pair c
-struct BfmmlaFormat {
-    using Store = StoreBf16;
-    using Element = uint16_t;
-    using Packed = uint16_t;
-    static constexpr int32_t kStep = 4;
-    static constexpr bool kPadsDepth = true, kHalves = true, kWidens = false;
+// What BFMMLA and SMMLA give: acc[8 p + c] = { r0 c0, r0 c1, r1 c0, r1 c1 } of
+// row pair p, column pair c.
+struct PairOrder {
     static constexpr int kMaxima = 2;  // registers of maximum()
-    static constexpr int kDegree = 3;
-    // Weights are cut to BF16 rather than rounded; as the sum is over the cut
-    // ones, the mean loss cancels. It is 2^-8 / ln 2 / 2 for a mantissa
-    // distributed as 1 / m, which a sink's weight, never stored, has to share.
-    static constexpr float kWeightBias = 1.0f - 0.00281777f;
     static int rows_used(int n) { return n <= 2 ? 2 : 4; }
 
-    // Of a panel's 8 column pairs of scores: 0 2 1 3 4 6 5 7.
-    static VAC_INLINE int32x4_t position(int i) {
-        static constexpr int32_t lanes[4] = {0, 1, 0, 1};
-        static constexpr int32_t first[8] = {0, 4, 2, 6, 8, 12, 10, 14};
-        return vaddq_s32(vld1q_s32(lanes), vdupq_n_s32(first[i % 8]));
-    }
     static VAC_INLINE float32x4_t spread(float32x4_t rows, int i) {
         return i < 8 ? vzip1q_f32(rows, rows) : vzip2q_f32(rows, rows);
     }
@@ -345,6 +337,47 @@ struct BfmmlaFormat {
         return i < 8 ? vzip1q_s32(rows, rows) : vzip2q_s32(rows, rows);
     }
 
+    template <int Rows>
+    static VAC_INLINE void maximum(float32x4_t maximum[4], const float32x4_t acc[16]) {
+        for (int p = 0; p < Rows / 2; ++p) {
+            const float32x4_t *v = acc + 8 * p;
+            const float32x4_t low = vmaxq_f32(vmaxq_f32(v[0], v[1]), vmaxq_f32(v[2], v[3]));
+            const float32x4_t high = vmaxq_f32(vmaxq_f32(v[4], v[5]), vmaxq_f32(v[6], v[7]));
+            maximum[p] = vmaxq_f32(low, high);
+        }
+        if (Rows == 2) maximum[1] = maximum[0];
+    }
+    static VAC_INLINE float32x4_t reduce_maximum(const float32x4_t v[4]) { return vpmaxq_f32(v[0], v[1]); }
+};
+
+// BFMMLA: 2 rows x 4 of depth times 4 of depth x 2 columns.
+// lhs [depth/4][2 row pairs][2 x 4], rhs [depth/4][8 column pairs][2 x 4].
+//
+//          b0  b1  ...  b7      one step: 8 loads of rhs, 2 of lhs, 16 BFMMLA
+//   a0    [0] [1]  ... [7]      acc[8 p + c] = { r0 c0, r0 c1, r1 c0, r1 c1 }
+//   a1    [8] [9]  ... [15]     of row pair p, column pair c
+struct BfmmlaFormat : PairOrder {
+    using Store = StoreBf16;
+    using Element = uint16_t;
+    using Cache = Element;
+    using Packed = uint16_t;
+    using Weight = Packed;
+    using Wide = uint16_t;
+    static constexpr Storage kStorage = Storage::kSame;
+    static constexpr int32_t kStep = 4;
+    static constexpr bool kPadsDepth = true, kHalves = true, kWidens = false;
+    static constexpr int kDegree = 3;
+    // Weights are cut to BF16 rather than rounded; as the sum is over the cut
+    // ones, the mean loss cancels. It is 2^-8 / ln 2 / 2 for a mantissa
+    // distributed as 1 / m, which a sink's weight, never stored, has to share.
+    static constexpr float kWeightBias = 1.0f - 0.00281777f;
+
+    // Of a panel's 8 column pairs of scores: 0 2 1 3 4 6 5 7.
+    static VAC_INLINE int32x4_t position(int i) {
+        static constexpr int32_t lanes[4] = {0, 1, 0, 1};
+        static constexpr int32_t first[8] = {0, 4, 2, 6, 8, 12, 10, 14};
+        return vaddq_s32(vld1q_s32(lanes), vdupq_n_s32(first[i % 8]));
+    }
     static void pack(const Element *const rows[4], uint32_t depth, Packed *out) {
         for (uint32_t k = 0; k < depth; k += 16, out += 64)
             for (uint32_t i = 0; i < 4; ++i) {
@@ -399,18 +432,6 @@ struct BfmmlaFormat {
             acc[8 + c] = vaddq_f32(acc[8 + c], odd[4 + c]);
         }
     }
-
-    template <int Rows>
-    static VAC_INLINE void maximum(float32x4_t maximum[4], const float32x4_t acc[16]) {
-        for (int p = 0; p < Rows / 2; ++p) {
-            const float32x4_t *v = acc + 8 * p;
-            const float32x4_t low = vmaxq_f32(vmaxq_f32(v[0], v[1]), vmaxq_f32(v[2], v[3]));
-            const float32x4_t high = vmaxq_f32(vmaxq_f32(v[4], v[5]), vmaxq_f32(v[6], v[7]));
-            maximum[p] = vmaxq_f32(low, high);
-        }
-        if (Rows == 2) maximum[1] = maximum[0];
-    }
-    static VAC_INLINE float32x4_t reduce_maximum(const float32x4_t v[4]) { return vpmaxq_f32(v[0], v[1]); }
 
     // Eight registers of scores of a row pair become four operands. The upper
     // halves of two registers are { r0 r1 r0' r1' } in 32-bit units; zipping

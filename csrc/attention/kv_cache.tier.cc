@@ -1,12 +1,13 @@
 // Writes keys and values into the paged cache (the layout is described in
 // vac/attention.h), and finds the slots to write to.
 //
-// Four tokens in four adjacent slots, the case of a prefill, are transposed in
-// registers and stored as whole vectors; a token alone goes in by itself.
+// Four tokens in four adjacent slots (eight for SMMLA), the case of a prefill, are
+// transposed in registers and stored as whole vectors; a token alone goes in by itself.
 #include <arm_neon.h>
 
 #include <cstdint>
 
+#include "attention/quantized.h"
 #include "common/dispatch.h"
 #include "vac/attention.h"
 
@@ -26,7 +27,11 @@ inline void transpose_4x8(const uint16x8_t t[4], uint16x8_t out[4]) {
 // [depth][16] panels of 2-byte elements.
 struct PlainWriter16 {
     using Element = uint16_t;
+    using Cache = Element;
+    static constexpr uint32_t kRun = 4;
     uint32_t head_size, v_head_size, block_size;
+    explicit PlainWriter16(const vac_kv_cache_write_args &args)
+        : head_size(args.head_size), v_head_size(args.v_head_size), block_size(args.block_size) {}
 
     void one(Element *page, uint32_t slot, const Element *key, const Element *value) const {
         Element *k = page + (slot & ~15u) * head_size + (slot & 15);
@@ -44,8 +49,8 @@ struct PlainWriter16 {
         copy_value(page, slot, value);
     }
 
-    void four(Element *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
-              int64_t value_stride) const {
+    void run(Element *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
+             int64_t value_stride) const {
         Element *k = page + (slot & ~15u) * head_size + (slot & 15);
         for (uint32_t d = 0; d < head_size; d += 8) {
             uint16x8_t t[4], out[4];
@@ -71,7 +76,11 @@ struct PlainWriter16 {
 // [depth][16] panels of 4-byte elements.
 struct PlainWriter32 {
     using Element = uint32_t;
+    using Cache = Element;
+    static constexpr uint32_t kRun = 4;
     uint32_t head_size, v_head_size, block_size;
+    explicit PlainWriter32(const vac_kv_cache_write_args &args)
+        : head_size(args.head_size), v_head_size(args.v_head_size), block_size(args.block_size) {}
 
     void one(Element *page, uint32_t slot, const Element *key, const Element *value) const {
         Element *k = page + (slot & ~15u) * head_size + (slot & 15);
@@ -79,8 +88,8 @@ struct PlainWriter32 {
         copy_value(page, slot, value);
     }
 
-    void four(Element *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
-              int64_t value_stride) const {
+    void run(Element *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
+             int64_t value_stride) const {
         Element *k = page + (slot & ~15u) * head_size + (slot & 15);
         for (uint32_t d = 0; d < head_size; d += 4) {
             uint32x4_t t[4];
@@ -106,7 +115,11 @@ struct PlainWriter32 {
 // [depth/4][8][2 x 4] panels.
 struct BfmmlaWriter {
     using Element = uint16_t;
+    using Cache = Element;
+    static constexpr uint32_t kRun = 4;
     uint32_t head_size, v_head_size, block_size;
+    explicit BfmmlaWriter(const vac_kv_cache_write_args &args)
+        : head_size(args.head_size), v_head_size(args.v_head_size), block_size(args.block_size) {}
 
     // Pairs of tokens lie in the order 0 2 1 3 4 6 5 7.
     static uint32_t column(uint32_t slot) {
@@ -143,8 +156,8 @@ struct BfmmlaWriter {
             }
     }
 
-    void four(Element *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
-              int64_t value_stride) const {
+    void run(Element *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
+             int64_t value_stride) const {
         Element *k = page + (slot & ~15u) * head_size;
         Element *first = k + 8 * column(slot), *second = k + 8 * column(slot + 2);
         for (uint32_t d = 0; d < head_size; d += 8) {
@@ -170,6 +183,184 @@ using WriterBf16 = BfmmlaWriter;
 using WriterBf16 = PlainWriter16;
 #endif
 
+// Where an element lies in a page whose K panels are [head_size/group][16][group]
+// and V panels [tokens/group][16][group]; with group 1, [depth][16].
+struct PanelOrder {
+    uint32_t group;
+    bool swaps_pairs;  // of tokens, in K: 0 2 1 3 4 6 5 7
+    uint32_t head_size, block_size;
+
+    uint32_t key(uint32_t slot, uint32_t dim) const {
+        uint32_t column = slot & 15;
+        if (swaps_pairs) column = (column & 9) | (column & 2) << 1 | (column & 4) >> 1;
+        return (slot & ~15u) * head_size + dim / group * 16 * group + column * group + dim % group;
+    }
+    uint32_t value(uint32_t slot, uint32_t dim) const {
+        const uint32_t panel = dim / 16 * 16 * block_size;
+        return block_size * head_size + panel + slot / group * 16 * group + dim % 16 * group + slot % group;
+    }
+};
+
+// Of elements, and of E4M3 bytes, which lie as those of the type.
+PanelOrder panel_order(int32_t format, int32_t dtype, uint32_t head_size, uint32_t block_size) {
+    if (format == VAC_KV_INT8) return {kInt8Group, false, head_size, block_size};
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    if (dtype == VAC_BF16) return {4, true, head_size, block_size};
+#endif
+    (void)dtype;
+    return {1, false, head_size, block_size};
+}
+
+// Sixteen bytes, `step` bytes apart.
+inline void scatter_bytes(uint8_t *to, uint32_t step, uint8x16_t v) {
+    vst1q_lane_u8(to, v, 0);
+    vst1q_lane_u8(to + step, v, 1);
+    vst1q_lane_u8(to + 2 * step, v, 2);
+    vst1q_lane_u8(to + 3 * step, v, 3);
+    vst1q_lane_u8(to + 4 * step, v, 4);
+    vst1q_lane_u8(to + 5 * step, v, 5);
+    vst1q_lane_u8(to + 6 * step, v, 6);
+    vst1q_lane_u8(to + 7 * step, v, 7);
+    vst1q_lane_u8(to + 8 * step, v, 8);
+    vst1q_lane_u8(to + 9 * step, v, 9);
+    vst1q_lane_u8(to + 10 * step, v, 10);
+    vst1q_lane_u8(to + 11 * step, v, 11);
+    vst1q_lane_u8(to + 12 * step, v, 12);
+    vst1q_lane_u8(to + 13 * step, v, 13);
+    vst1q_lane_u8(to + 14 * step, v, 14);
+    vst1q_lane_u8(to + 15 * step, v, 15);
+}
+
+// Four times four bytes, `step` bytes apart.
+inline void scatter_words(uint8_t *to, uint32_t step, uint8x16_t v) {
+    const uint32x4_t words = vreinterpretq_u32_u8(v);
+    vst1q_lane_u32(reinterpret_cast<uint32_t *>(to), words, 0);
+    vst1q_lane_u32(reinterpret_cast<uint32_t *>(to + step), words, 1);
+    vst1q_lane_u32(reinterpret_cast<uint32_t *>(to + 2 * step), words, 2);
+    vst1q_lane_u32(reinterpret_cast<uint32_t *>(to + 3 * step), words, 3);
+}
+
+template <class Store>
+struct Int8Writer {
+    using Element = typename Store::Element;
+    using Cache = uint8_t;
+    static constexpr uint32_t kRun = kInt8Group;
+    PanelOrder order;
+    uint32_t head_size, v_head_size, block_size;
+
+    explicit Int8Writer(const vac_kv_cache_write_args &args)
+        : order(panel_order(VAC_KV_INT8, args.dtype, args.head_size, args.block_size)),
+          head_size(args.head_size),
+          v_head_size(args.v_head_size),
+          block_size(args.block_size) {}
+
+    float *scales(Cache *page) const {
+        return reinterpret_cast<float *>(page + static_cast<size_t>(block_size) * (head_size + v_head_size));
+    }
+
+    void write_key(Cache *page, uint32_t slot, const Element *key) const {
+        const Quantizer q = quantizer(largest_magnitude<Store>(key, head_size));
+        scales(page)[slot] = q.scale;
+        Cache *k = page + order.key(slot, 0);
+        for (uint32_t d = 0; d < head_size; d += 16) {
+            const uint8x16_t v = vreinterpretq_u8_s8(quantize16<Store>(key + d, q.inverse));
+            if constexpr (kInt8Group == 8) {
+                vst1_u8(k + 16 * d, vget_low_u8(v));
+                vst1_u8(k + 16 * d + 128, vget_high_u8(v));
+            } else {
+                scatter_words(k + 16 * d, 64, v);
+            }
+        }
+    }
+
+    void one(Cache *page, uint32_t slot, const Element *key, const Element *value) const {
+        write_key(page, slot, key);
+        const Quantizer q = quantizer(largest_magnitude<Store>(value, v_head_size));
+        scales(page)[block_size + slot] = q.scale;
+        for (uint32_t d = 0; d < v_head_size; d += 16)
+            scatter_bytes(page + order.value(slot, d), kInt8Group,
+                          vreinterpretq_u8_s8(quantize16<Store>(value + d, q.inverse)));
+    }
+
+    void run(Cache *page, uint32_t slot, const Element *key, int64_t key_stride, const Element *value,
+             int64_t value_stride) const {
+        constexpr int kTokens = kInt8Group;
+        for (int i = 0; i < kTokens; ++i) write_key(page, slot + i, key + i * key_stride);
+        float inverse[kTokens];
+        for (int i = 0; i < kTokens; ++i) {
+            const Quantizer q = quantizer(largest_magnitude<Store>(value + i * value_stride, v_head_size));
+            scales(page)[block_size + slot + i] = q.scale;
+            inverse[i] = q.inverse;
+        }
+        for (uint32_t d = 0; d < v_head_size; d += 16) {
+            uint8x16_t v[kTokens];
+            for (int i = 0; i < kTokens; ++i)
+                v[i] = vreinterpretq_u8_s8(quantize16<Store>(value + i * value_stride + d, inverse[i]));
+            // Zipping tokens i and i + half of them: after log2 of them, each dimension has all tokens in order.
+            for (int round = 1; round < kTokens; round *= 2) {
+                uint8x16_t z[kTokens];
+                for (int i = 0; i < kTokens / 2; ++i) {
+                    z[2 * i] = vzip1q_u8(v[i], v[i + kTokens / 2]);
+                    z[2 * i + 1] = vzip2q_u8(v[i], v[i + kTokens / 2]);
+                }
+                for (int i = 0; i < kTokens; ++i) v[i] = z[i];
+            }
+            Cache *to = page + order.value(slot, d);
+            for (int i = 0; i < kTokens; ++i) vst1q_u8(to + 16 * i, v[i]);
+        }
+    }
+};
+
+template <class Store>
+struct Fp8Writer {
+    using Element = typename Store::Element;
+    using Cache = uint8_t;
+    static constexpr uint32_t kRun = 1;
+    PanelOrder order;
+    uint32_t head_size, v_head_size;
+    float key_factor, value_factor;
+
+    explicit Fp8Writer(const vac_kv_cache_write_args &args)
+        : order(panel_order(VAC_KV_FP8_E4M3, args.dtype, args.head_size, args.block_size)),
+          head_size(args.head_size),
+          v_head_size(args.v_head_size),
+          key_factor(args.k_scale != 0.0f ? 1.0f / args.k_scale : 1.0f),
+          value_factor(args.v_scale != 0.0f ? 1.0f / args.v_scale : 1.0f) {}
+
+    static uint8x16_t encode16(const Element *p, float factor) {
+        float32x4_t v[4];
+        Store::load8(p, v[0], v[1]);
+        Store::load8(p + 8, v[2], v[3]);
+        uint16x8_t w[4];
+        for (int i = 0; i < 4; ++i) w[i] = vreinterpretq_u16_u32(e4m3_from_f32(vmulq_n_f32(v[i], factor)));
+        const uint16x8_t low = vuzp1q_u16(w[0], w[1]), high = vuzp1q_u16(w[2], w[3]);
+        return vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high));
+    }
+
+    void one(Cache *page, uint32_t slot, const Element *key, const Element *value) const {
+        for (uint32_t d = 0; d < head_size; d += 16) {
+            const uint8x16_t v = encode16(key + d, key_factor);
+            Cache *to = page + order.key(slot, d);
+            if (order.group == 4)
+                scatter_words(to, 64, v);
+            else
+                scatter_bytes(to, 16, v);
+        }
+        for (uint32_t d = 0; d < v_head_size; d += 16) {
+            const uint8x16_t v = encode16(value + d, value_factor);
+            Cache *to = page + order.value(slot, d);
+            if (order.group == 4)
+                scatter_bytes(to, 4, v);
+            else
+                vst1q_u8(to, v);
+        }
+    }
+
+    void run(Cache *page, uint32_t slot, const Element *key, int64_t, const Element *value, int64_t) const {
+        one(page, slot, key, value);
+    }
+};
+
 uint32_t greatest_common_divisor(uint32_t a, uint32_t b) {
     while (b != 0) {
         const uint32_t rest = a % b;
@@ -183,13 +374,15 @@ uint32_t greatest_common_divisor(uint32_t a, uint32_t b) {
 // the same vector whatever the order of slots.
 template <class Writer>
 void write(const vac_kv_cache_write_args &args, uint32_t thread_index, uint32_t thread_count) {
-    const Writer writer{args.head_size, args.v_head_size, args.block_size};
+    const Writer writer(args);
     const uint32_t heads = args.num_kv_heads;
     uint32_t parts = thread_count / greatest_common_divisor(heads, thread_count);
     if (parts > args.num_tokens) parts = args.num_tokens;
     const uint64_t items = static_cast<uint64_t>(heads) * parts;
     const uint64_t first = items * thread_index / thread_count, last = items * (thread_index + 1) / thread_count;
     using Element = typename Writer::Element;
+    using Cache = typename Writer::Cache;
+    constexpr uint32_t kRun = Writer::kRun;
     for (uint64_t item = first; item < last;) {
         const auto part = static_cast<uint32_t>(item / heads), head_begin = static_cast<uint32_t>(item % heads);
         const uint64_t left = last - item;
@@ -203,25 +396,53 @@ void write(const vac_kv_cache_write_args &args, uint32_t thread_index, uint32_t 
             }
             const auto block = static_cast<uint64_t>(slot) / args.block_size;
             const auto offset = static_cast<uint32_t>(static_cast<uint64_t>(slot) - block * args.block_size);
-            bool run = (slot & 3) == 0 && token + 4 <= args.num_tokens;
-            for (uint32_t i = 1; run && i < 4; ++i) run = args.slot_mapping[token + i] == slot + i;
-            Element *page = static_cast<Element *>(args.kv_cache) +
-                            static_cast<int64_t>(block) * args.cache_block_stride + head_begin * args.cache_head_stride;
+            bool run = slot % kRun == 0 && token + kRun <= args.num_tokens;
+            for (uint32_t i = 1; run && i < kRun; ++i) run = args.slot_mapping[token + i] == slot + i;
+            Cache *page = static_cast<Cache *>(args.kv_cache) + static_cast<int64_t>(block) * args.cache_block_stride +
+                          head_begin * args.cache_head_stride;
             const Element *key = static_cast<const Element *>(args.key) + token * args.key_token_stride +
                                  head_begin * args.key_head_stride;
             const Element *value = static_cast<const Element *>(args.value) + token * args.value_token_stride +
                                    head_begin * args.value_head_stride;
             for (uint32_t head = head_begin; head < head_end; ++head) {
                 if (run)
-                    writer.four(page, offset, key, args.key_token_stride, value, args.value_token_stride);
+                    writer.run(page, offset, key, args.key_token_stride, value, args.value_token_stride);
                 else
                     writer.one(page, offset, key, value);
                 page += args.cache_head_stride;
                 key += args.key_head_stride;
                 value += args.value_head_stride;
             }
-            token += run ? 4 : 1;
+            token += run ? kRun : 1;
         }
+    }
+}
+
+template <class Bf16, class F16, class F32>
+void write_type(const vac_kv_cache_write_args &args, uint32_t thread_index, uint32_t thread_count) {
+    switch (args.dtype) {
+        case VAC_BF16:
+            return write<Bf16>(args, thread_index, thread_count);
+        case VAC_F16:
+            return write<F16>(args, thread_index, thread_count);
+        default:
+            return write<F32>(args, thread_index, thread_count);
+    }
+}
+
+float load_element(const uint8_t *page, size_t index, int32_t format, int32_t dtype) {
+    if (format == VAC_KV_INT8) return reinterpret_cast<const int8_t *>(page)[index];
+    if (format == VAC_KV_FP8_E4M3)
+        return vgetq_lane_f32(vcvt_f32_f16(vget_low_f16(f16_from_e4m3(vdup_n_u8(page[index])))), 0);
+    switch (dtype) {
+        case VAC_BF16: {
+            const uint16x4_t v = vld1_dup_u16(reinterpret_cast<const uint16_t *>(page) + index);
+            return vgetq_lane_f32(vreinterpretq_f32_u32(vshll_n_u16(v, 16)), 0);
+        }
+        case VAC_F16:
+            return vgetq_lane_f32(vcvt_f32_f16(vld1_dup_f16(reinterpret_cast<const float16_t *>(page) + index)), 0);
+        default:
+            return reinterpret_cast<const float *>(page)[index];
     }
 }
 
@@ -229,13 +450,51 @@ void write(const vac_kv_cache_write_args &args, uint32_t thread_index, uint32_t 
 
 void kv_cache_write(const void *args, uint32_t thread_index, uint32_t thread_count) {
     const auto &a = *static_cast<const vac_kv_cache_write_args *>(args);
-    switch (a.dtype) {
-        case VAC_BF16:
-            return write<WriterBf16>(a, thread_index, thread_count);
-        case VAC_F16:
-            return write<PlainWriter16>(a, thread_index, thread_count);
+    switch (a.cache_format) {
+        case VAC_KV_INT8:
+            return write_type<Int8Writer<StoreBf16>, Int8Writer<StoreF16>, Int8Writer<StoreF32>>(a, thread_index,
+                                                                                                 thread_count);
+        case VAC_KV_FP8_E4M3:
+            return write_type<Fp8Writer<StoreBf16>, Fp8Writer<StoreF16>, Fp8Writer<StoreF32>>(a, thread_index,
+                                                                                              thread_count);
         default:
-            return write<PlainWriter32>(a, thread_index, thread_count);
+            return write_type<WriterBf16, PlainWriter16, PlainWriter32>(a, thread_index, thread_count);
+    }
+}
+
+void kv_cache_read(const void *args, uint32_t thread_index, uint32_t thread_count) {
+    const auto &a = *static_cast<const vac_kv_cache_read_args *>(args);
+    const auto begin = static_cast<uint32_t>(static_cast<uint64_t>(a.num_tokens) * thread_index / thread_count);
+    const auto end = static_cast<uint32_t>(static_cast<uint64_t>(a.num_tokens) * (thread_index + 1) / thread_count);
+    const PanelOrder order = panel_order(a.cache_format, a.dtype, a.head_size, a.block_size);
+    const size_t element = a.cache_format != VAC_KV_SAME ? 1 : a.dtype == VAC_F32 ? 4 : 2;
+    const bool fp8 = a.cache_format == VAC_KV_FP8_E4M3;
+    for (uint32_t token = begin; token < end; ++token) {
+        if (a.slot_mapping[token] < 0) continue;
+        const auto slot = static_cast<uint64_t>(a.slot_mapping[token]);
+        const auto block = static_cast<int64_t>(slot / a.block_size);
+        const auto offset = static_cast<uint32_t>(slot % a.block_size);
+        for (uint32_t head = 0; head < a.num_kv_heads; ++head) {
+            const int64_t at = block * a.cache_block_stride + head * a.cache_head_stride;
+            const uint8_t *page = static_cast<const uint8_t *>(a.kv_cache) + at * static_cast<int64_t>(element);
+            float k_scale = fp8 && a.k_scale != 0.0f ? a.k_scale : 1.0f;
+            float v_scale = fp8 && a.v_scale != 0.0f ? a.v_scale : 1.0f;
+            if (a.cache_format == VAC_KV_INT8) {
+                const size_t elements = static_cast<size_t>(a.block_size) * (a.head_size + a.v_head_size);
+                const auto *scales = reinterpret_cast<const float *>(page + elements);
+                k_scale = scales[offset];
+                v_scale = scales[a.block_size + offset];
+            }
+            const size_t row = static_cast<size_t>(token) * a.num_kv_heads + head;
+            if (a.key != nullptr)
+                for (uint32_t d = 0; d < a.head_size; ++d)
+                    a.key[row * a.head_size + d] =
+                        k_scale * load_element(page, order.key(offset, d), a.cache_format, a.dtype);
+            if (a.value != nullptr)
+                for (uint32_t d = 0; d < a.v_head_size; ++d)
+                    a.value[row * a.v_head_size + d] =
+                        v_scale * load_element(page, order.value(offset, d), a.cache_format, a.dtype);
+        }
     }
 }
 

@@ -20,11 +20,24 @@
  *     order 0 2 1 3 4 6 5 7, which makes two score registers zip into one operand.
  *   everything else: [depth][16].
  *
- * A cache must be read in the tier that wrote it. Contents of slots that were
- * never written, NaN and infinity included, do not reach any result.
+ * A cache may also store a byte per element, whatever the type of queries and output:
  *
- * All strides are in elements. head_size, v_head_size and block_size are
- * multiples of 16. A kernel checks nothing: vac_attention_check() does.
+ *   VAC_KV_INT8: K and V of a page are int8; float scales follow, first K's [block_size], then
+ *     V's [block_size], one per token. element = scale * int8, where scale = largest magnitude of
+ *     the token's head / 127 and int8 = round(x * (127 / largest)), nearest even, with both
+ *     quotients rounded to FP32. Where the largest is below 2^-100, all of it is 0. A NaN or
+ *     infinity makes the whole token's head NaN.
+ *     Panels, with G = 8 in tier bf16_i8mm (as SMMLA reads them) and 4 in dotprod (SDOT):
+ *       K [head_size/G][16 tokens][G], V [block_size/G][16 dimensions][G of tokens].
+ *   VAC_KV_FP8_E4M3: panels as those of dtype, of E4M3 bytes (no infinity, NaN is 0x7F and 0xFF).
+ *     element = k_scale (v_scale) * E4M3; x * (1 / scale) is rounded to nearest even and
+ *     saturates at 448; NaN stays NaN.
+ *
+ * A page takes vac_kv_cache_page_size() bytes. A cache must be read in the tier that wrote
+ * it. Contents of slots that were never written, NaN and infinity included, do not reach any result.
+ *
+ * All strides are in elements; those of a cache with a byte per element thus are in bytes.
+ * head_size, v_head_size and block_size are multiples of 16. A kernel checks nothing: vac_attention_check() does.
  */
 #ifndef VAC_ATTENTION_H
 #define VAC_ATTENTION_H
@@ -34,6 +47,19 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* What a cache stores. */
+enum vac_kv_cache_format {
+    VAC_KV_SAME = 0, /* elements of dtype */
+    VAC_KV_INT8 = 1,
+    VAC_KV_FP8_E4M3 = 2
+};
+
+/* Bytes of one block of one KV head, a multiple of 16: block_size * (head_size + v_head_size)
+ * elements, and for VAC_KV_INT8 block_size * 8 bytes of scales. 0 for an unknown format or
+ * dtype, or a size that is not a multiple of 16. */
+size_t vac_kv_cache_page_size(int32_t format, int32_t dtype, uint32_t head_size, uint32_t v_head_size,
+                              uint32_t block_size);
 
 /* Slots for the tokens of a batch. */
 typedef struct vac_slot_mapping_args {
@@ -60,20 +86,45 @@ typedef struct vac_kv_cache_write_args {
     int64_t key_head_stride;
     int64_t value_token_stride;
     int64_t value_head_stride;
-    int64_t cache_block_stride; /* multiple of 8 */
-    int64_t cache_head_stride;  /* multiple of 8; normally block_size * (head_size + v_head_size) */
+    int64_t cache_block_stride; /* multiple of 8; of a byte per element, of 16 */
+    int64_t cache_head_stride;  /* likewise; normally the elements of a page (bytes of vac_kv_cache_page_size()) */
     uint32_t num_tokens;
     uint32_t num_kv_heads;
     uint32_t head_size;
     uint32_t v_head_size;
     uint32_t block_size;
-    int32_t dtype; /* vac_dtype of key, value and cache */
+    int32_t dtype;        /* vac_dtype of key, value and, for VAC_KV_SAME, cache */
+    int32_t cache_format; /* vac_kv_cache_format */
+    float k_scale;        /* VAC_KV_FP8_E4M3 only; 0 is taken for 1 */
+    float v_scale;
 } vac_kv_cache_write_args;
 
 /* Writes tokens into their slots, in any order; other slots keep their bits.
  * A slot given twice holds one of its tokens. Threads share the work by KV
  * head and, where there are more threads than heads, by groups of 16 slots. */
 void vac_kv_cache_write(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+typedef struct vac_kv_cache_read_args {
+    const void *kv_cache;        /* the layer's cache, as vac_kv_cache_write left it */
+    const int64_t *slot_mapping; /* [num_tokens]; negative: the token is skipped */
+    float *key;                  /* out [num_tokens, num_kv_heads, head_size] FP32, contiguous, or NULL */
+    float *value;                /* out [num_tokens, num_kv_heads, v_head_size] FP32, contiguous, or NULL */
+    int64_t cache_block_stride;
+    int64_t cache_head_stride;
+    uint32_t num_tokens;
+    uint32_t num_kv_heads;
+    uint32_t head_size;
+    uint32_t v_head_size;
+    uint32_t block_size;
+    int32_t dtype;
+    int32_t cache_format; /* vac_kv_cache_format */
+    float k_scale;        /* VAC_KV_FP8_E4M3 only; 0 is taken for 1 */
+    float v_scale;
+} vac_kv_cache_read_args;
+
+/* Gathers tokens from their slots as FP32 values, for tests and for moving a cache to another
+ * layout. An element at a time: not for a step. Split over threads by token. */
+void vac_kv_cache_read(const void *args, uint32_t thread_index, uint32_t thread_count);
 
 /* The batch, as far as the division of work depends on it. */
 typedef struct vac_attention_plan_args {
@@ -148,8 +199,8 @@ typedef struct vac_attention_args {
     int64_t query_head_stride;
     int64_t output_token_stride;
     int64_t output_head_stride;
-    int64_t cache_block_stride; /* multiple of 8 */
-    int64_t cache_head_stride;  /* multiple of 8 */
+    int64_t cache_block_stride; /* multiple of 8; of a byte per element, of 16 */
+    int64_t cache_head_stride;  /* likewise */
     int64_t block_table_stride;
     uint32_t num_heads; /* a multiple of num_kv_heads */
     uint32_t num_kv_heads;
@@ -158,9 +209,12 @@ typedef struct vac_attention_args {
     uint32_t block_size;
     int32_t sliding_window; /* W: a query sees keys at positions > its own - W; <= 0: all */
     int32_t causal;         /* 0: a query also sees the keys behind it */
-    int32_t dtype;          /* vac_dtype of query, output and cache */
+    int32_t dtype;          /* vac_dtype of query, output and, for VAC_KV_SAME, cache */
     float scale;            /* of the scores, applied in FP32 */
     float softcap;          /* 0: off; else logits become softcap * tanh(logit / softcap) */
+    int32_t cache_format;   /* vac_kv_cache_format */
+    float k_scale;          /* VAC_KV_FP8_E4M3 only, as given to vac_kv_cache_write; 0 is taken for 1 */
+    float v_scale;
 } vac_attention_args;
 
 /* output = softmax(mask(softcap(scale * query x key) + alibi)) x value.
@@ -177,6 +231,11 @@ typedef struct vac_attention_args {
  * bf16_i8mm, where their sum is over the cut ones. Output is rounded to nearest
  * (BF16 in tier bf16_i8mm: a tie away from 0, else to even).
  *
+ * With VAC_KV_INT8 products are exact integers. Queries are quantized as K is, a scale for each
+ * row. A weight times its token's V scale is rounded to a multiple of the largest
+ * V scale of the chunk (256 or 512 keys) / 65280 (tier dotprod: / 32512), weights being relative to the
+ * row's largest of the chunk. A NaN from a value may reach the 32 rows of its tile.
+ *
  * Any team size works; threads beyond the planned ones have nothing to do. The
  * order of summation depends on the plan (its KV ranges) and not on the team or
  * on which thread took which task: the same plan gives the same bits.
@@ -187,7 +246,7 @@ typedef struct vac_attention_args {
 void vac_attention(const void *args, uint32_t thread_index, uint32_t thread_count);
 
 /* VAC_OK, or VAC_INVALID_ARGUMENT for sizes and strides that the kernels do not
- * take, or VAC_UNSUPPORTED for an unknown dtype. Reads no buffer. */
+ * take, or VAC_UNSUPPORTED for an unknown dtype or cache format. Reads no buffer. */
 int vac_attention_check(const vac_attention_args *args);
 
 typedef struct vac_exp_f32_args {
