@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -171,8 +172,9 @@ class Server:
         """
         left = [f"process {pid} ({process_name(pid)})" for pid in self.processes()]
         in_use = _shared_memory_in_use()
-        new = set(os.listdir("/dev/shm")) - _SHARED_MEMORY_BEFORE
-        left += sorted(f"/dev/shm/{name}" for name in new if name not in in_use)
+        for path in sorted(Path("/dev/shm").iterdir()):
+            if path.name not in _SHARED_MEMORY_BEFORE and path.stat().st_ino not in in_use:
+                left.append(str(path))
         left += sorted(str(path) for path in self.temporary.rglob("*") if path.is_file())
         return left
 
@@ -258,21 +260,24 @@ def _state_and_session(pid: int) -> tuple[str, int]:
         return "X", 0
 
 
-def _shared_memory_in_use() -> set[str]:
-    """Names in /dev/shm that some process has open or mapped."""
-    names = set()
+def _shared_memory_in_use() -> set[int]:
+    """Inodes of /dev/shm that some process has open or mapped; by name, semaphores are called otherwise in maps."""
+    inodes = set()
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
             continue
         process = Path("/proc") / entry
-        paths = []
         try:
-            paths += [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
-            paths += [os.readlink(link) for link in (process / "fd").iterdir()]
+            maps = (process / "maps").read_text().splitlines()
+            links = list((process / "fd").iterdir())
         except OSError:
             continue
-        names.update(path.removeprefix("/dev/shm/") for path in paths if path.startswith("/dev/shm/"))
-    return names
+        inodes.update(int(line.split()[4]) for line in maps if " /dev/shm/" in line)
+        for link in links:
+            with contextlib.suppress(OSError):
+                if os.readlink(link).startswith("/dev/shm/"):
+                    inodes.add(link.stat().st_ino)
+    return inodes
 
 
 def _error_message(body: bytes) -> str:

@@ -23,14 +23,18 @@ STATUSES = (0, 143, 130, -signal.SIGTERM, -signal.SIGINT)
 """How a server may end: 0 once it serves; while it loads, as a process that was terminated or interrupted."""
 
 
-def assert_ends(server: Server, timeout: float) -> None:
+END_TIMEOUT = 150
+"""Seconds: a second or two on a real machine, half a minute and more emulated on two busy cores."""
+
+
+def assert_ends(server: Server, timeout: float = END_TIMEOUT) -> None:
     """It ends after SIGTERM within ``timeout`` seconds, children included, and leaves nothing."""
     begin = time.monotonic()
     server.terminate()
     status = server.wait(timeout)
     assert status in STATUSES, server.log_tail()
     assert server.wait_until_gone(max(1, timeout - (time.monotonic() - begin))) == []
-    assert server.leftovers() == []
+    assert "\n".join(server.leftovers()) == ""
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_during_load(servers: tuple[Server, Server], third: Server) -> None:
     assert environ[envs.USER_PRELOAD] == ""
     mapped = preload.mapped_libraries(pid)
     assert not [path for path in (*mapped.openmp, *mapped.allocators) if "vllm_arm_cpu" in path]
-    assert_ends(third, 60)
+    assert_ends(third)
     for server in servers:
         server.get("/health")
 
@@ -77,8 +81,8 @@ def test_during_generation(servers: tuple[Server, Server]) -> None:
     client = threading.Thread(target=listen)
     client.start()
     assert started.wait(120), "no tokens"
-    assert_ends(ending, 30)
-    client.join(10)
+    assert_ends(ending)
+    client.join(60)
     assert not client.is_alive(), "the client still waits for an answer"
     assert len(events) < 480, "the answer was complete already: the test means nothing"
     living.get("/health")
@@ -87,4 +91,4 @@ def test_during_generation(servers: tuple[Server, Server]) -> None:
 
 def test_idle(servers: tuple[Server, Server]) -> None:
     """The usual end."""
-    assert_ends(servers[1], 30)
+    assert_ends(servers[1])

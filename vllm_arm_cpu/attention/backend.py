@@ -7,7 +7,7 @@ cache, then attend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout, KVQuantMode
 
 from vllm_arm_cpu.attention import kv_cache as cache
 from vllm_arm_cpu.native import library
@@ -38,7 +38,7 @@ ffi = library.ffi
 logger = init_logger("vllm.arm_cpu.attention")
 
 HEAD_SIZE_MULTIPLE = 16
-_KV_CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OWN_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ArmAttentionBackend(AttentionBackend):
@@ -47,7 +47,7 @@ class ArmAttentionBackend(AttentionBackend):
     # One op list writes the cache and attends.
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_KV_CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(cache.FORMATS)
 
     @staticmethod
     def get_name() -> str:
@@ -97,14 +97,24 @@ class ArmAttentionBackend(AttentionBackend):
             return f"head size {config.head_size} is not a multiple of {HEAD_SIZE_MULTIPLE}"
         if config.dtype not in DTYPES:
             return f"{config.dtype} is none of {', '.join(map(str, DTYPES))}"
-        asked = config.kv_cache_dtype
-        if asked is not None and _KV_CACHE_DTYPES.get(asked, "none of ours") not in (None, config.dtype):
-            return f"--kv-cache-dtype {asked} with a {config.dtype} model (supported: auto, or the model's own type)"
+        asked = config.kv_cache_dtype or "auto"
+        if asked not in cache.FORMATS or _OWN_TYPES.get(asked, config.dtype) != config.dtype:
+            return (
+                f"--kv-cache-dtype {asked} with a {config.dtype} model (supported: auto, the model's own type, "
+                "int8_per_token_head, fp8_e4m3)"
+            )
         if config.block_size is not None and config.block_size % 16 != 0:
             return f"block size {config.block_size} is not a multiple of 16"
         if config.use_mm_prefix:
             return "bidirectional multimodal prefixes have no kernel of ours"
         return None
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """INT8 keeps its scales beside the block: what a token and head take, in bytes."""
+        if spec.state_content_bytes is not None or spec.kv_quant_mode != KVQuantMode.INT8_PER_TOKEN_HEAD:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + cache.SCALE_BYTES)
 
     @staticmethod
     def get_impl_cls() -> type[ArmAttentionImpl]:
@@ -259,7 +269,7 @@ class ArmAttentionImpl(AttentionImpl):
         )
         self._prepared_for: tuple[int, ...] = ()
 
-    def _prepare(self, kv_cache: torch.Tensor, v_head_size: int) -> None:
+    def _prepare(self, layer: Any, kv_cache: torch.Tensor, v_head_size: int, dtype: torch.dtype) -> None:
         """Fill in what stays the same from step to step, once the cache is there."""
         lib = library.load()
         if self.sinks is not None:
@@ -267,10 +277,11 @@ class ArmAttentionImpl(AttentionImpl):
             self._sinks_fp32 = self.sinks.to(torch.float32).contiguous()
         workspace = _workspace(self.head_size, v_head_size, lib.vac_max_threads())
         aligned = -(-workspace.data_ptr() // 64) * 64
-        write, *_ = self._write_and_attend.args
-        cache.set_cache(write, kv_cache, self.head_size, v_head_size)
+        for args in (self._attend.args[0], *self._write_and_attend.args):
+            cache.set_cache(args, kv_cache, self.head_size, v_head_size, dtype, self.kv_cache_dtype)
+            # Of FP8 checkpoints; other formats do not read them.
+            args.k_scale, args.v_scale = layer._k_scale_float, layer._v_scale_float
         for args in (self._attend.args[0], self._write_and_attend.args[1]):
-            cache.set_cache(args, kv_cache, self.head_size, v_head_size)
             args.workspace = ffi.cast("void *", aligned)
             args.alibi_slopes = ffi.cast("float *", pointer(self._alibi))
             args.sinks = ffi.cast("float *", pointer(self._sinks_fp32))
@@ -295,8 +306,8 @@ class ArmAttentionImpl(AttentionImpl):
 
         query: [tokens, num_heads, head_size]; key, value: [tokens,
         num_kv_heads, head_size], or None where the layer reads another
-        layer's cache; kv_cache: [blocks, num_kv_heads, block_size, 2 *
-        head_size]; output: [tokens, num_heads, v_head_size].
+        layer's cache; kv_cache: [blocks, num_kv_heads, block_size, what a
+        token takes]; output: [tokens, num_heads, v_head_size].
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("quantized attention output is not supported on Arm CPUs")
@@ -305,7 +316,7 @@ class ArmAttentionImpl(AttentionImpl):
             return output.zero_()
         v_head_size = output.shape[-1]
         if self._prepared_for != (kv_cache.data_ptr(), *kv_cache.shape):
-            self._prepare(kv_cache, v_head_size)
+            self._prepare(layer, kv_cache, v_head_size, query.dtype)
         if key is None or value is None or self.kv_sharing_target_layer_name is not None:
             call = self._attend
             args = call.args[0]

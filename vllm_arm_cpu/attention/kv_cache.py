@@ -47,22 +47,44 @@ def compute_slot_mapping(
     _slot_mapping.run(1 if positions.shape[0] < 4096 else 0)
 
 
-def set_cache(args: Any, kv_cache: torch.Tensor, head_size: int, v_head_size: int) -> None:
+FORMATS = {
+    "auto": 0,
+    "bfloat16": 0,
+    "float16": 0,
+    "int8_per_token_head": 1,
+    "fp8": 2,
+    "fp8_e4m3": 2,
+}
+"""``vac_kv_cache_format`` of vLLM's ``--kv-cache-dtype`` values; 0 stores the model's own type."""
+
+SCALE_BYTES = 8
+"""INT8: two FP32 scales, K's and V's, for each token and head beside the block."""
+
+
+def set_cache(
+    args: Any, kv_cache: torch.Tensor, head_size: int, v_head_size: int, dtype: torch.dtype, kv_cache_dtype: str
+) -> None:
     """Fill the fields about the cache of a write's or an attention's argument struct.
+
+    kv_cache: [blocks, kv_heads, block_size, width], of the model's dtype or
+    bytes; width counts what a token and head take, scales included. dtype: of
+    query, key, value and output.
 
     Raises:
         ValueError: pages that are not contiguous, or of another size.
     """
+    cache_format = FORMATS[kv_cache_dtype]
     _, _, block_size, width = kv_cache.shape
-    if width != head_size + v_head_size or kv_cache.stride(3) != 1 or kv_cache.stride(2) != width:
+    expected = head_size + v_head_size + (SCALE_BYTES if cache_format == 1 else 0)
+    if width != expected or kv_cache.stride(3) != 1 or kv_cache.stride(2) != width:
         raise ValueError(
             f"KV cache of shape {tuple(kv_cache.shape)} and strides {kv_cache.stride()} does not hold pages of "
-            f"{block_size} x ({head_size} + {v_head_size}) elements"
+            f"{block_size} x {expected} elements"
         )
     args.kv_cache = pointer(kv_cache)
     args.cache_block_stride, args.cache_head_stride = kv_cache.stride(0), kv_cache.stride(1)
     args.head_size, args.v_head_size, args.block_size = head_size, v_head_size, block_size
-    args.dtype = DTYPES[kv_cache.dtype]
+    args.dtype, args.cache_format = DTYPES[dtype], cache_format
 
 
 def set_write(args: Any, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, num_tokens: int) -> None:

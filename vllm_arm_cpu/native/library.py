@@ -83,6 +83,12 @@ def load() -> Any:
         lib = ffi.dlopen(str(library))
     except OSError as error:
         raise LibraryError(f"{library} cannot be loaded: {error}") from error
+    try:
+        # A function is looked up when it is first used: in the middle of a request, if not here.
+        for symbol in dir(lib):
+            getattr(lib, symbol)
+    except AttributeError as error:
+        raise LibraryError(f"{library} is not of the same version as its headers: {error}") from error
     tier = envs.VAC_TIER
     if tier != "auto" and lib.vac_set_tier(getattr(lib, f"VAC_TIER_{tier.upper()}")) != 0:
         raise LibraryError(f"VAC_TIER={tier}: this CPU does not have its instructions")
