@@ -28,6 +28,13 @@ import armcost  # noqa: E402
 DEFAULT_CASES = (
     *("attn_q1_ctx512", "attn_q1_ctx4096", "attn_q64_ctx256", "attn_q128_ctx128", "cache_write_64", "cache_write_1"),
     *("attn_q1_ctx512_d64", "attn_q1_ctx512_mha", "attn_q1_ctx512_mqa"),
+    *(
+        "attn_q1_ctx4096_int8",
+        "attn_q64_ctx256_int8",
+        "attn_q1_ctx4096_fp8",
+        "cache_write_64_int8",
+        "cache_write_1_int8",
+    ),
     *("attn_q64_ctx256_d64", "attn_q64_ctx256_mha", "attn_q64_ctx256_mqa"),
     *("bf16_m1", "bf16_m4", "bf16_m16", "bf16_m64", "bf16_m256", "bf16_m1_n4096_k14336", "bf16_m1_lm_head_32nd"),
     *("w8a8_m1", "w8a8_m4", "w8a8_m8", "w8a8_m16", "w8a8_m64", "w8a8_m256"),
@@ -50,6 +57,13 @@ def measure(command: list[str], root: str, environ: dict[str, str]) -> dict[str,
         cycles = {core: round(value["simulated"]) for core, value in report["mcpu"].items()}
         figures[name] = cycles | {"instructions": report["instructions"]} | line
     return figures
+
+
+def list_cases(command: list[str], environ: dict[str, str]) -> list[str]:
+    """Names of the cases of one side."""
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | environ).stdout
+    names: list[str] = json.loads(printed)
+    return names
 
 
 def build_shim(directory: str, root: str) -> str:
@@ -87,21 +101,21 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     args = parser.parse_args()
 
-    python = f"{args.root}/usr/bin/python3"
+    python, script = f"{args.root}/usr/bin/python3", str(HERE / "run_cases.py")
     paths = {"PYTHONPATH": f"{args.site}:{args.packages}", "PYTHONSAFEPATH": "1"}
-    listed = ["qemu-aarch64", "-L", args.root, python, str(HERE / "run_cases.py")]
-    known = json.loads(subprocess.run(listed, check=True, stdout=subprocess.PIPE, env=os.environ | paths).stdout)
-    cases = [case for case in args.cases or DEFAULT_CASES if case in known]
-    unknown = set(args.cases) - set(known)
-    if unknown:
-        sys.exit(f"bench-cost: unknown cases {sorted(unknown)}; known: {', '.join(known)}")
-
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as pool:
-        ours = pool.submit(measure, [python, str(HERE / "run_cases.py"), *cases], args.root, paths)
+        upstream = paths | {"UPSTREAM_SHIM": build_shim(directory, args.root)}
+        known = list_cases(["qemu-aarch64", "-L", args.root, python, script, "ours"], paths)
+        unknown = set(args.cases) - set(known)
+        if unknown:
+            sys.exit(f"bench-cost: unknown cases {sorted(unknown)}; known: {', '.join(known)}")
+        cases = [case for case in args.cases or DEFAULT_CASES if case in known]
+        ours = pool.submit(measure, [python, script, "ours", *cases], args.root, paths)
         peer = None
         if not args.no_peer:
-            environ = paths | {"PEER_SHIM": build_shim(directory, args.root)}
-            peer = pool.submit(measure, [python, str(HERE / "peer_upstream.py"), *cases], args.root, environ)
+            shared = set(list_cases(["qemu-aarch64", "-L", args.root, python, script, "upstream"], upstream))
+            peers = [case for case in cases if case in shared]
+            peer = pool.submit(measure, [python, script, "upstream", *peers], args.root, upstream)
         results = ours.result()
         for name, figures in (peer.result() if peer else {}).items():
             results[name]["peer"] = {"bytes_read": results[name]["bytes_read"]} | figures

@@ -7,9 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$PROJECT"
 if [ "$HOST_ARCH" = aarch64 ]; then
-    cases=("$@")
-    [ $# -gt 0 ] || mapfile -t cases < <(scripts/arm.sh python3 benchmarks/run_cases.py | tr -d '[]",' | tr ' ' '\n' | grep .)
-    exec scripts/arm.sh python3 benchmarks/run_cases.py --time "${cases[@]}"
+    exec scripts/arm.sh vllm-arm-cpu bench "$@"
 fi
 
 qemu-aarch64 -h | grep -q -- -plugin ||

@@ -26,10 +26,13 @@ def engine(model: Path | str = MODEL, environ: dict[str, str] | None = None, **a
     """An engine that is gone, threads and process group included, behind the block.
 
     ``environ`` is set while the engine is made: our variables are read then.
+    Linear layers run on our kernels unless it says otherwise: which kernel is
+    fastest under emulation means nothing.
     """
+    environ = {"VAC_LINEAR": "vac"} | (environ or {})
     settings = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "seed": 0, "disable_log_stats": False}
-    saved = {name: os.environ.get(name) for name in environ or {}}
-    os.environ.update(environ or {})
+    saved = {name: os.environ.get(name) for name in environ}
+    os.environ.update(environ)
     llm = None
     try:
         llm = LLM(model=str(model), **{**settings, **arguments})

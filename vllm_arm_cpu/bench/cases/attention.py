@@ -97,7 +97,7 @@ def cache_write(num_tokens: int, layer: Layer = BASE) -> Prepared:
     def call() -> None:
         lib.vac_kv_cache_write(args, 0, 1)
 
-    call.keep = (cache, keep)  # type: ignore[attr-defined]
+    call.keep = (cache, keep)
     return call, keep[0].nbytes + keep[1].nbytes
 
 
@@ -138,7 +138,7 @@ def attention(query_len: int, seq_len: int, layer: Layer = BASE) -> Prepared:
         lib.vac_attention(args, 0, 1)
 
     keep = (cache, written, query, output, block_table, starts, lengths, workspace, plan)
-    call.keep = keep  # type: ignore[attr-defined]
+    call.keep = keep
     return call, query.nbytes + seq_len * layer.token_bytes()
 
 
