@@ -74,7 +74,12 @@ class ArmCpuPlatform(CpuPlatform):
             ValueError: a block size that the attention kernels cannot use, or a
                 VAC_* variable that means nothing here.
         """
+        from vllm_arm_cpu.compat import engine_shutdown
+
+        engine_shutdown.apply()
         # Settings that cannot be used must end here, not in a worker minutes later.
+        for error in envs.errors():
+            raise error
         threads.plan_threads(topology.read())
         parallel_config = vllm_config.parallel_config
         cache_config = vllm_config.cache_config

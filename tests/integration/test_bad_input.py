@@ -82,9 +82,11 @@ def test_settings(checkpoint: Path, name: str, value: str, allowed: str) -> None
     assert name not in os.environ
 
 
-def test_kv_cache_type(checkpoint: Path) -> None:
-    message = refusal(checkpoint, kv_cache_dtype="fp8")
-    assert "fp8" in message
+def test_kv_cache_type(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_arm_cpu.platform.upstream_ops_available", lambda: False)
+    message = refusal(checkpoint, kv_cache_dtype="fp8_e5m2")
+    assert "--kv-cache-dtype fp8_e5m2" in message
+    assert "int8_per_token_head" in message
 
 
 def test_a_good_engine_after_all_of_these() -> None:
