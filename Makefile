@@ -72,6 +72,9 @@ test-integration: install ## vLLM in one process, on both tiers
 test-e2e: install ## vllm serve over HTTP
 	@scripts/test.sh e2e
 
+test-slow: install ## what takes minutes beyond that
+	@scripts/test.sh slow
+
 bench-cost: install ## modelled cycles of the kernels, vLLM's own beside them
 	@scripts/bench_cost.sh
 

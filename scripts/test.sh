@@ -2,7 +2,7 @@
 # Runs the tests: what needs no Arm code on this machine, the rest on Arm, two
 # groups at a time. Each group has a time limit, a log in build/ and a line.
 #
-#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e
+#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | slow
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$PROJECT"
@@ -24,7 +24,7 @@ group() {
 on_arm() {
     local cpu=()
     [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu "$1")
-    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE" "${@:2:$#-2}" python3 -m pytest -p no:cacheprovider "${@: -1}"
+    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE" "${@:2:$#-2}" python3 -m pytest -p no:cacheprovider -m "${MARKED:-not slow}" "${@: -1}"
 }
 export -f on_arm fail
 # Where arm.sh shows the clone.
@@ -50,6 +50,11 @@ integration_v2() {
 integration_n1() {
     group integration-n1 1500 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 tests/integration/test_generation.py'
 }
+# What takes minutes beyond the normal suite.
+slow() {
+    upstream_shim
+    MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=1 tests/integration'
+}
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with
 # this library they load. Nothing calls it.
 upstream_shim() {
@@ -60,7 +65,7 @@ upstream_shim() {
 e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
-unit | emulation | kernels | e2e) "$1" ;;
+unit | emulation | kernels | e2e | slow) "$1" ;;
 integration) integration_v2; integration_n1 ;;
 fast) unit; kernels ;;
 all)
@@ -71,7 +76,7 @@ all)
     integration_n1
     wait $first
     ;;
-*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e" ;;
+*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, slow" ;;
 esac
 # The counts of all groups together, for those who read the last line only.
 count() { cat "$BUILD"/test-*.log | grep -oE "^=+ .*=+$|^[0-9]+ (passed|failed|skipped).*" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'; }
