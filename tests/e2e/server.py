@@ -175,7 +175,9 @@ class Server:
         for path in sorted(Path("/dev/shm").iterdir()):
             if path.name not in _SHARED_MEMORY_BEFORE and path.stat().st_ino not in in_use:
                 left.append(str(path))
-        left += sorted(str(path) for path in self.temporary.rglob("*") if path.is_file())
+        # vLLM's rendezvous file, a few bytes, goes with the process group: not when the engine dies before it has one.
+        files = (path for path in self.temporary.rglob("*") if path.is_file())
+        left += sorted(str(path) for path in files if not path.name.startswith("vllm_dist_"))
         return left
 
     # --- requests ----------------------------------------------------------------
