@@ -60,9 +60,12 @@ inside() {
     fake_machine "$ROOT/sys" "$ROOT/dev/cpuinfo" "$(nproc --all)"
     mount --bind "$ROOT/dev/cpuinfo" "$ROOT/proc/cpuinfo"
 
+    # What tests are told; a value may hold spaces.
+    local passed=()
+    mapfile -t passed < <(env | grep -E '^(CI|VAC_TEST_[A-Z_]*|PYTEST_ADDOPTS)=' || true)
     exec env -i PATH=/src/build/site/bin:/opt/venv/bin:/usr/bin:/bin:/usr/sbin:/sbin HOME=/root LANG=C.UTF-8 \
         TERM="${TERM:-dumb}" PYTHONPATH=/src/build/site QEMU_CPU="$qemu" VAC_EMULATED_CPU="$cpu" HF_HUB_OFFLINE=1 \
-        VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 $(env | grep -E '^(CI|VAC_TEST_[A-Z_]*|PYTEST_[A-Z_]*)=' || true) \
+        VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 "${passed[@]}" \
         chroot "$ROOT" /bin/bash -c 'cd /src && exec "$@"' bash "$@"
 }
 export -f inside fake_machine

@@ -3,9 +3,8 @@
     check_wheel.py WHEEL
 
 Checked: the tag, the list of native files, their machine, SONAME, needed
-libraries, the newest symbol versions, text relocations, executable stack, that
-libgomp has LSE atomics and no load-exclusive loop, and that code which may run
-on any CPU was compiled for Armv8.0.
+libraries, the newest symbol versions, text relocations, executable stack, what
+libvac exports, and that libgomp has LSE atomics and no load-exclusive loop.
 """
 
 from __future__ import annotations

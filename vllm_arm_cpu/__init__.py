@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import platform
+import platform as host  # not `platform`: our module of that name becomes an attribute here
 import sys
 from importlib import metadata
 
@@ -62,8 +62,8 @@ def check_environment() -> str | None:
 
     if not envs.VAC_PLUGIN:
         return "switched off by VAC_PLUGIN=0"
-    if sys.platform != "linux" or platform.machine() != "aarch64":
-        return f"this machine is {sys.platform} on {platform.machine()}, not Linux on aarch64"
+    if sys.platform != "linux" or host.machine() != "aarch64":
+        return f"this machine is {sys.platform} on {host.machine()}, not Linux on aarch64"
     reason = unsupported_vllm(vllm_version())
     if reason is not None:
         return reason
