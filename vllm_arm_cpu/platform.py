@@ -134,6 +134,11 @@ class ArmCpuPlatform(CpuPlatform):
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
 
     @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """LoRA products that leave rows without an adapter alone."""
+        return "vllm_arm_cpu.layers.lora.ArmPunicaWrapper"
+
+    @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Native implementations in the place of Triton kernels."""
         from vllm.triton_utils import HAS_TRITON

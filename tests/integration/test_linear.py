@@ -191,6 +191,7 @@ def test_biases_and_untied_head(biased: tuple[Path, LlamaForCausalLM], kernel: s
     assert (torch.tensor(got) - expected).abs().max() < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["vac", "torch"])
 def test_reload(tmp_path: Path, kernel: str) -> None:
     """Other weights are packed in place of the old ones, the tied lm_head's among them."""
@@ -231,6 +232,7 @@ def test_reload(tmp_path: Path, kernel: str) -> None:
         check_golden(llm, *FEW)
 
 
+@pytest.mark.slow
 def test_reload_of_a_head_that_is_tied_no_more(tmp_path: Path) -> None:
     """A layer that shared a packed weight gets its own when the new weights have one for it."""
     with engine(environ={"VAC_LINEAR": "vac"}) as llm:
@@ -247,6 +249,7 @@ def test_reload_of_a_head_that_is_tied_no_more(tmp_path: Path) -> None:
         assert torch.equal(model.lm_head.cpu_linear.embedding(ids), head)
 
 
+@pytest.mark.slow
 def test_traced_by_dynamo() -> None:
     """A compilation mode that the user asks for sees the packed linears as opaque operators."""
     config = {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
@@ -255,6 +258,7 @@ def test_traced_by_dynamo() -> None:
         check_golden(llm, *FEW)
 
 
+@pytest.mark.slow
 def test_fp32_head_of_a_bf16_model() -> None:
     """``head_dtype`` of float32 is what the kernel gives anyway."""
     with engine(environ={"VAC_LINEAR": "vac"}, hf_overrides={"head_dtype": "float32"}) as llm:

@@ -17,6 +17,9 @@ from tests.integration.engine import MODEL, check_golden, engine, golden_prompts
 from tests.integration.test_linear import FEW, model_of
 from vllm_arm_cpu.layers.lora import expand, group_rows, shrink
 
+# Models are merged and run with transformers, too.
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 8, 16
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEW_TOKENS = 8

@@ -19,6 +19,9 @@ from vllm.model_executor.model_loader import default_loader
 from tests.integration.load_memory import status
 from vllm_arm_cpu.compat import checkpoint_pages
 
+# Each case is a process of its own, which imports vLLM.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 LARGE = bool(os.environ.get("VAC_TEST_LARGE"))

@@ -72,6 +72,10 @@ def forward_cpu(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Query and key, rotated in place."""
+    if torch.compiler.is_compiling():
+        # Making the FP32 table cannot be traced.
+        traced: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(positions, query, key)
+        return traced
     cache = _fp32_cache(self)
     usable = (
         positions.dim() == 1
@@ -81,7 +85,7 @@ def forward_cpu(
         and (key is None or (_rows_ok(key) and key.dtype == query.dtype))
         and cache.dtype in (torch.float32, query.dtype)
     )
-    if torch.compiler.is_compiling() or not usable:
+    if not usable:
         native: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(positions, query, key)
         return native
     rotate(positions, query, key, self.head_size, cache, self.is_neox_style)
