@@ -16,6 +16,8 @@ from vllm_arm_cpu import envs
 from vllm_arm_cpu.runtime import preload, threads, topology
 
 if TYPE_CHECKING:
+    import argparse
+
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -54,6 +56,14 @@ class ArmCpuPlatform(CpuPlatform):
             import vllm._C  # noqa: F401
         except ImportError as error:
             logger.debug("vllm._C is not available: %s", error)
+
+    @classmethod
+    def pre_register_and_update(cls, parser: argparse.ArgumentParser | None = None) -> None:
+        """What must be in place before the command line is parsed, or a configuration made."""
+        from vllm_arm_cpu.compat import kv_cache_dtype
+
+        super().pre_register_and_update(parser)
+        kv_cache_dtype.apply(parser)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:

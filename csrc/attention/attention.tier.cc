@@ -226,8 +226,9 @@ class Tile {
     void prepare_rows(int32_t kv_begin, int32_t kv_end) {
         const bool with_sinks = args_.sinks != nullptr && kv_begin == 0;
         const auto *query = static_cast<const Element *>(args_.query);
-        // Keys that a row sees in front of its own; positions stay above -2^31.
-        const int32_t before = args_.sliding_window > 0 ? args_.sliding_window - 1 : INT32_MAX;
+        // Keys that a row sees in front of its own and from it on; positions are below 2^30 in magnitude.
+        const int32_t before = args_.sliding_window > 0 ? args_.sliding_window - 1 : 1 << 30;
+        const int32_t ahead = args_.sliding_window_ahead > 0 ? args_.sliding_window_ahead : 1 << 30;
         Row row = first_row();
         for (int t = 0; t < num_tiles_; ++t) {
             RowTile &tile = tiles_[t];
@@ -238,7 +239,7 @@ class Tile {
                 rows[r] = query + row.token * args_.query_token_stride + row.head * args_.query_head_stride;
                 const int32_t position = context_ + static_cast<int32_t>(row.token - query_start_);
                 const int32_t low = max_of(position - before, kv_begin);
-                const int32_t high = min_of(causal_ ? position + 1 : seq_len_, kv_end);
+                const int32_t high = min_of(min_of(causal_ ? position + 1 : seq_len_, position + ahead), kv_end);
                 tile.low[r] = low;
                 tile.high[r] = high;
                 if (with_sinks) sink[r] = args_.sinks[row.head];

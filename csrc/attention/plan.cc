@@ -101,6 +101,7 @@ class Planner {
         const int32_t context = request.seq_len - request.query_len;
         const int32_t last_row = smaller(row + kTileRows, request.num_rows) - 1;
         end = request.causal ? context + last_row / group_ + 1 : request.seq_len;
+        if (args_.sliding_window_ahead > 0) end = smaller(end, context + last_row / group_ + args_.sliding_window_ahead);
         begin = args_.sliding_window > 0 ? larger(0, context + row / group_ + 1 - args_.sliding_window) : 0;
     }
 
@@ -276,7 +277,8 @@ bool valid(const vac_attention_plan_args &args) {
     if (args.num_threads == 0) return false;
     for (uint32_t r = 0; r < args.num_reqs; ++r) {
         const int64_t query_len = static_cast<int64_t>(args.query_start_loc[r + 1]) - args.query_start_loc[r];
-        if (query_len < 0 || query_len > args.seq_lens[r]) return false;
+        const bool causal = args.request_causal != nullptr ? args.request_causal[r] != 0 : args.causal != 0;
+        if (query_len < 0 || args.seq_lens[r] < 0 || (causal && query_len > args.seq_lens[r])) return false;
     }
     return true;
 }

@@ -152,6 +152,28 @@ def test_engine_shutdown() -> None:
     assert "get_engine_process_shutdown_timeout(self._request_shutdown_timeout, timeout)" in manager
 
 
+def test_kv_cache_dtype() -> None:
+    """vLLM's list of formats has no ``int8``; what is replaced is called by its name, behind the platform's hook."""
+    from typing import get_args
+
+    from vllm.config.cache import CacheDType
+
+    from vllm_arm_cpu.compat import kv_cache_dtype
+
+    assert not set(kv_cache_dtype.ALIASES) & set(get_args(CacheDType))
+    assert set(kv_cache_dtype.ALIASES.values()) <= set(get_args(CacheDType))
+    arguments = Source("engine/arg_utils.py")
+    assert "resolve_kv_cache_dtype_string" in arguments.imports()
+    create = arguments.function("EngineArgs.create_engine_config")
+    hook, resolve, check = map(
+        create.index,
+        ("current_platform.pre_register_and_update()", "resolve_kv_cache_dtype_string(", "cache_dtype=resolved_cache"),
+    )
+    assert hook < resolve < check
+    upstream = Source("utils/torch_utils.py").parameters("resolve_kv_cache_dtype_string")
+    assert upstream == own_parameters(kv_cache_dtype.resolve_kv_cache_dtype_string)
+
+
 @pytest.mark.parametrize("patch", PATCHES)
 def test_every_patch_has_a_test_and_an_end(patch: str) -> None:
     assert f"test_{patch}" in globals(), f"vllm_arm_cpu/compat/{patch}.py has no test here"

@@ -104,7 +104,7 @@ def perplexity(llm: LLM) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_e4m3"])
 def test_kv_cache_types(kv_cache_dtype: str) -> None:
     """The held-out text is as likely as the FP32 reference finds it, within 1 %; a byte per element is half the memory.
 
@@ -114,7 +114,7 @@ def test_kv_cache_types(kv_cache_dtype: str) -> None:
     with engine(kv_cache_dtype=kv_cache_dtype, max_model_len=window + 1, max_num_batched_tokens=128) as llm:
         assert perplexity(llm) == pytest.approx(GOLDEN["perplexity"]["first"], rel=0.01)
         head_size, blocks = 64, llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-        size = {"auto": 4 * head_size, "int8_per_token_head": 2 * head_size + 8, "fp8_e4m3": 2 * head_size}
+        size = {"auto": 4 * head_size, "int8": 2 * head_size + 8, "fp8_e4m3": 2 * head_size}
         # 4 layers, 2 KV heads, 16 tokens a block.
         assert blocks == (64 << 20) // (4 * 2 * 16 * size[kv_cache_dtype])
         check_golden(llm, "short-1")

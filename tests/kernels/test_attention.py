@@ -32,6 +32,7 @@ class Batch:
     causal: bool = True
     request_causal: Sequence[int] | None = None
     window: int = 0
+    ahead: int = 0
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
@@ -126,7 +127,7 @@ class Case:
         b = self.batch
         return make_plan(
             self.query_start_loc, self.seq_lens, b.num_heads, b.num_kv_heads, b.causal, b.window, num_threads,
-            self.request_causal,
+            self.request_causal, ahead=b.ahead,
         )  # fmt: skip
 
     def args(self, plan: np.ndarray, workspace: np.ndarray) -> object:
@@ -147,7 +148,8 @@ class Case:
         args.block_table_stride = self.block_table.array.shape[1]
         args.num_heads, args.num_kv_heads, args.block_size = b.num_heads, b.num_kv_heads, b.block_size
         args.head_size, args.v_head_size = b.head_size, b.v_head_size
-        args.sliding_window, args.causal, args.dtype = b.window, b.causal, DTYPES[b.dtype]
+        args.sliding_window, args.sliding_window_ahead = b.window, b.ahead
+        args.causal, args.dtype = b.causal, DTYPES[b.dtype]
         args.scale, args.softcap = self.scale, b.softcap
         args.cache_format, args.k_scale, args.v_scale = self.format, b.k_scale, b.v_scale
         return args
@@ -189,6 +191,8 @@ class Case:
             seen &= key <= position
         if b.window > 0:
             seen &= key > position - b.window
+        if b.ahead > 0:
+            seen &= key < position + b.ahead
         return np.where(seen, s, -np.inf)
 
     def reference(self) -> np.ndarray:
@@ -250,6 +254,7 @@ def make_plan(
     num_threads: int,
     request_causal: np.ndarray | None = None,
     guard: bool = True,
+    ahead: int = 0,
 ) -> np.ndarray:
     args = ffi.new("vac_attention_plan_args *")
     args.query_start_loc = ffi.cast("int32_t *", query_start_loc.ctypes.data)
@@ -257,6 +262,7 @@ def make_plan(
     args.request_causal = ffi.cast("uint8_t *", pointer(request_causal))
     args.num_reqs, args.num_heads, args.num_kv_heads = len(seq_lens), num_heads, num_kv_heads
     args.causal, args.sliding_window, args.num_threads = causal, window, num_threads
+    args.sliding_window_ahead = ahead
     size = lib.vac_attention_plan_size(len(seq_lens), num_threads)
     plan = Guarded(size // 4, np.int32) if guard else None
     array = np.empty(size // 4, np.int32) if plan is None else plan.array
@@ -349,6 +355,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "window": {"window": 20},
     "window of one": {"window": 1},
     "window, not causal": {"window": 20, "causal": False},
+    "window on both sides": {"window": 20, "ahead": 20, "causal": False},
+    "window ahead, some causal": {"ahead": 3, "request_causal": (0, 1, 0, 1)},
     "softcap": {"softcap": 3.0},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
@@ -535,6 +543,16 @@ def test_speculative_decode(dtype: str) -> None:
 
 
 @ALL_DTYPES
+@pytest.mark.parametrize("num_threads", [1, 3, 8])
+def test_cross_attention(dtype: str, num_threads: int) -> None:
+    """Queries of one sequence on keys of another: fewer, as many, more than queries, and none."""
+    case = Case(
+        Batch(requests=[(1, 700), (4, 150), (50, 3), (1, 1), (40, 40), (5, 0), (70, 20)], dtype=dtype, causal=False)
+    )
+    case.check(case.run(num_threads))
+
+
+@ALL_DTYPES
 def test_chunked_prefill_equals_whole_prefill(dtype: str) -> None:
     whole = Case(Batch(((150, 150),), dtype=dtype, head_size=32, v_head_size=32))
     expected = whole.run()
@@ -691,12 +709,15 @@ def test_plan_rejects() -> None:
             setattr(args, name, value)
         return lib.vac_attention_plan(args, ffi.cast("int32_t *", plan.ctypes.data), nbytes)
 
-    assert status() == 0
+    assert status(causal=1) == 0
     assert status(size - 4) == lib.VAC_INVALID_ARGUMENT
     for changes in ({"num_heads": 5}, {"num_kv_heads": 0}, {"num_threads": 0}, {"seq_lens": ffi.NULL}):
         assert status(**changes) == lib.VAC_INVALID_ARGUMENT
     lengths[0] = 2
     assert status() == lib.VAC_INVALID_ARGUMENT
+    assert status(causal=0) == 0, "more queries than keys, as in cross attention"
+    lengths[0] = -1
+    assert status(causal=0) == lib.VAC_INVALID_ARGUMENT
 
 
 def test_check_refuses() -> None:

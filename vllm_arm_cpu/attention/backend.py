@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import KVCacheLayout, KVQuantMode
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, KVCacheLayout, KVQuantMode
 
 from vllm_arm_cpu.attention import kv_cache as cache
 from vllm_arm_cpu.native import library
@@ -39,6 +39,7 @@ logger = init_logger("vllm.arm_cpu.attention")
 
 HEAD_SIZE_MULTIPLE = 16
 _OWN_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_ENCODER_TYPES = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
 
 
 class ArmAttentionBackend(AttentionBackend):
@@ -83,8 +84,8 @@ class ArmAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoder self-attention."""
-        return bool(attn_type == AttentionType.DECODER)
+        """All that vLLM has: decoder and encoder self-attention, and a decoder's attention to an encoder."""
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_ENCODER_TYPES)
 
     @classmethod
     def unsupported_reason(cls, config: AttentionSelectorConfig) -> str | None:
@@ -92,7 +93,7 @@ class ArmAttentionBackend(AttentionBackend):
         if config.use_mla or config.use_sparse:
             return "multi-head latent and sparse attention have no kernel of ours"
         if not cls.supports_attn_type(config.attn_type):
-            return f"{config.attn_type} attention has no kernel of ours (decoder self-attention has)"
+            return f"{config.attn_type} attention has no kernel of ours"
         if not cls.supports_head_size(config.head_size):
             return f"head size {config.head_size} is not a multiple of {HEAD_SIZE_MULTIPLE}"
         if config.dtype not in DTYPES:
@@ -101,7 +102,7 @@ class ArmAttentionBackend(AttentionBackend):
         if asked not in cache.FORMATS or _OWN_TYPES.get(asked, config.dtype) != config.dtype:
             return (
                 f"--kv-cache-dtype {asked} with a {config.dtype} model (supported: auto, the model's own type, "
-                "int8_per_token_head, fp8_e4m3)"
+                "int8, fp8_e4m3)"
             )
         if config.block_size is not None and config.block_size % 16 != 0:
             return f"block size {config.block_size} is not a multiple of 16"
@@ -137,6 +138,8 @@ class ArmAttentionMetadata:
         slot_mapping: int64 [>= num_actual_tokens].
         request_causal: uint8 [num_reqs] where requests differ, else None.
         plan: int32, what ``vac_attention_plan`` made of the batch.
+        encoder_cache: [blocks, kv_heads, block_size, 2 * head_size] for keys and
+            values that do not outlive the step, or None.
     """
 
     num_actual_tokens: int
@@ -149,6 +152,7 @@ class ArmAttentionMetadata:
     causal: bool
     request_causal: torch.Tensor | None
     plan: torch.Tensor
+    encoder_cache: torch.Tensor | None = None
 
 
 class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]):
@@ -167,6 +171,9 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         self._args.num_kv_heads = kv_cache_spec.num_kv_heads
         self._args.num_threads = self._num_threads
         self._args.sliding_window = self._shared_window()
+        self._encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        # Of requests that are not causal; vLLM's window then reaches as far ahead as behind.
+        self._args.sliding_window_ahead = self._args.sliding_window
 
     def _shared_window(self) -> int:
         """The window of all layers of the group, 0 if they differ; the plan is right with any."""
@@ -190,6 +197,9 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         # vLLM pads neither on a CPU, but says so nowhere.
         query_start_loc = common.query_start_loc[: common.num_reqs + 1]
         seq_lens = common.seq_lens[: common.num_reqs].to(torch.int32)
+        block_table, slot_mapping, encoder_cache = common.block_table_tensor, common.slot_mapping, None
+        if self._encoder_only:
+            block_table, slot_mapping, encoder_cache = self._encoder_blocks(query_start_loc, seq_lens)
         plan = torch.empty(
             self._lib.vac_attention_plan_size(common.num_reqs, self._num_threads) // 4, dtype=torch.int32
         )
@@ -212,12 +222,44 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
             max_seq_len=common.max_seq_len,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
             causal=bool(causal),
             request_causal=request_causal,
             plan=plan,
+            encoder_cache=encoder_cache,
         )
+
+    def _encoder_blocks(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Block table, slots and memory for the keys and values of whole sequences, one behind the other."""
+        spec = self.kv_cache_spec
+        lengths = (query_start_loc[1:] - query_start_loc[:-1]).long()
+        if not torch.equal(lengths, seq_lens.long()):
+            raise KernelError(
+                f"encoder attention over parts of sequences: queries {lengths.tolist()} of {seq_lens.tolist()} tokens"
+            )
+        blocks = -(-lengths // spec.block_size)
+        first = torch.cumsum(blocks, 0) - blocks
+        width = int(blocks.max()) if len(blocks) else 0
+        block_table = (first[:, None] + torch.arange(width)).to(torch.int32)
+        tokens = torch.arange(int(lengths.sum()))
+        slot_mapping = tokens + (first * spec.block_size - query_start_loc[:-1]).repeat_interleave(lengths)
+        shape = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        return block_table, slot_mapping, _encoder_cache(int(blocks.sum()), shape, spec.dtype)
+
+
+_encoder_caches: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+
+def _encoder_cache(num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for at least so many blocks of encoder layers, which use it one after another; it grows."""
+    held = _encoder_caches.get((shape, dtype))
+    if held is None or held.shape[0] < num_blocks:
+        held = torch.empty(num_blocks, *shape, dtype=dtype)
+        _encoder_caches[shape, dtype] = held
+    return held
 
 
 _workspaces: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -255,7 +297,9 @@ class ArmAttentionImpl(AttentionImpl):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale = float(scale)
         self.num_queries_per_kv = num_heads // num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self._encoder = attn_type in _ENCODER_TYPES
+        # Nothing is kept of an encoder's keys and values.
+        self.kv_cache_dtype = "auto" if self._encoder else kv_cache_dtype
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sliding_window = sliding_window or 0
@@ -268,6 +312,10 @@ class ArmAttentionImpl(AttentionImpl):
             ("vac_kv_cache_write", "vac_kv_cache_write_args"), ("vac_attention", "vac_attention_args")
         )
         self._prepared_for: tuple[int, ...] = ()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Loaded, or loaded again: sinks and scales have new values."""
+        self._prepared_for = ()
 
     def _prepare(self, layer: Any, kv_cache: torch.Tensor, v_head_size: int, dtype: torch.dtype) -> None:
         """Fill in what stays the same from step to step, once the cache is there."""
@@ -287,6 +335,8 @@ class ArmAttentionImpl(AttentionImpl):
             args.sinks = ffi.cast("float *", pointer(self._sinks_fp32))
             args.num_heads, args.num_kv_heads = self.num_heads, self.num_kv_heads
             args.sliding_window = self.sliding_window
+            # A window reaches as far ahead as behind where causality does not end it.
+            args.sliding_window_ahead = self.sliding_window
             args.scale, args.softcap = self.scale, self.logits_soft_cap
         self._prepared_for = (kv_cache.data_ptr(), *kv_cache.shape)
 
@@ -305,15 +355,18 @@ class ArmAttentionImpl(AttentionImpl):
         """Write key and value into the cache, attend, fill ``output``.
 
         query: [tokens, num_heads, head_size]; key, value: [tokens,
-        num_kv_heads, head_size], or None where the layer reads another
-        layer's cache; kv_cache: [blocks, num_kv_heads, block_size, what a
-        token takes]; output: [tokens, num_heads, v_head_size].
+        num_kv_heads, head_size] (in cross attention, of the encoder's tokens), or None
+        where the layer reads what is in the cache; kv_cache: [blocks, num_kv_heads,
+        block_size, what a token takes]; output: [tokens, num_heads, v_head_size].
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("quantized attention output is not supported on Arm CPUs")
         if attn_metadata is None:
             # A profiling run without a cache.
             return output.zero_()
+        if self._encoder:
+            assert attn_metadata.encoder_cache is not None
+            kv_cache = attn_metadata.encoder_cache
         v_head_size = output.shape[-1]
         if self._prepared_for != (kv_cache.data_ptr(), *kv_cache.shape):
             self._prepare(layer, kv_cache, v_head_size, query.dtype)
@@ -323,7 +376,13 @@ class ArmAttentionImpl(AttentionImpl):
         else:
             call = self._write_and_attend
             write, args = call.args
-            cache.set_write(write, key, value, attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+            num_tokens = attn_metadata.num_actual_tokens
+            if self.attn_type == AttentionType.ENCODER_DECODER:
+                # Requests in their first step have an encoder's tokens to write; the rest wrote theirs.
+                num_tokens = attn_metadata.slot_mapping.shape[0]
+                if num_tokens > key.shape[0]:
+                    raise KernelError(f"cross attention: {num_tokens} slots for {key.shape[0]} encoder tokens")
+            cache.set_write(write, key, value, attn_metadata.slot_mapping, num_tokens)
         args.query, args.output = pointer(query), pointer(output)
         args.query_token_stride, args.query_head_stride = query.stride(0), query.stride(1)
         args.output_token_stride, args.output_head_stride = output.stride(0), output.stride(1)

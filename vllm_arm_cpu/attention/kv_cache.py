@@ -51,7 +51,7 @@ FORMATS = {
     "auto": 0,
     "bfloat16": 0,
     "float16": 0,
-    "int8_per_token_head": 1,
+    "int8_per_token_head": 1,  # --kv-cache-dtype int8, by compat/kv_cache_dtype.py
     "fp8": 2,
     "fp8_e4m3": 2,
 }

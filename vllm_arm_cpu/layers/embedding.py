@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse
+from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse, share_weight
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
 
 _call: Call | None = None
@@ -41,6 +43,20 @@ def embedding(self: UnquantizedEmbeddingMethod, layer: torch.nn.Module, input_: 
     return out.view(*ids.shape, hidden)
 
 
+def tie_weights(
+    self: UnquantizedEmbeddingMethod, layer: torch.nn.Module, embed_tokens: torch.nn.Module
+) -> torch.nn.Module:
+    """Let lm_head have the embedding's weight, as vLLM's does, also where the embedding is torch's own (Whisper).
+
+    vLLM never says so of that one's weight: it is told here that lm_head's kernel will hold it.
+    """
+    layer.weight = embed_tokens.weight
+    if isinstance(embed_tokens, torch.nn.Embedding):
+        share_weight(embed_tokens)
+        embed_tokens.forward = functools.partial(embedding, self, embed_tokens)
+    return layer
+
+
 class ArmLogitsProcessor(LogitsProcessor):
     """vLLM's logits processor; where our kernel holds lm_head, it writes FP32.
 
@@ -70,10 +86,11 @@ class ArmLogitsProcessor(LogitsProcessor):
 
 
 def register() -> None:
-    """Put both in the place of vLLM's.
+    """Put them in the place of vLLM's.
 
-    vLLM's embedding method has no hook of its own; its ``embedding`` is replaced.
+    vLLM's embedding method has no hook of its own; two of its methods are replaced.
     """
     UnquantizedEmbeddingMethod.embedding = embedding
+    UnquantizedEmbeddingMethod.tie_weights = tie_weights
     if "LogitsProcessor" not in op_registry_oot:
         PluggableLayer.register_oot(ArmLogitsProcessor, name="LogitsProcessor")

@@ -24,7 +24,7 @@ from vllm_arm_cpu.layers.linear_candidates import LinearCall, OneDnnLinear, Pack
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.runtime import cpu, pages
 
-__all__ = ["PackOnFirstUse", "PackedLinear", "prepare_linear", "released", "summary"]
+__all__ = ["PackOnFirstUse", "PackedLinear", "prepare_linear", "released", "share_weight", "summary"]
 
 logger = init_logger("vllm.arm_cpu.linear")
 
@@ -53,13 +53,19 @@ def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     elif remove_weight:
         _assign([layer], looked_up=False)
     else:
-        # Layers that share the parameter find each other through it.
-        sharing = weight.__dict__.setdefault("vac_sharing_layers", [])
-        sharing.append(layer)
-        layer.vac_sharing_layers = sharing
+        sharing = share_weight(layer)
         layer.cpu_linear = PackOnFirstUse(layer)
         if any(map(_is_head, sharing)):
             _assign_shared(layer)
+
+
+def share_weight(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """Enter an embedding or lm_head in the list of those that have its parameter; the list."""
+    # They find each other through it.
+    sharing: list[torch.nn.Module] = layer.weight.__dict__.setdefault("vac_sharing_layers", [])
+    sharing.append(layer)
+    layer.vac_sharing_layers = sharing
+    return sharing
 
 
 class PackOnFirstUse:

@@ -129,14 +129,15 @@ void vac_kv_cache_read(const void *args, uint32_t thread_index, uint32_t thread_
 /* The batch, as far as the division of work depends on it. */
 typedef struct vac_attention_plan_args {
     const int32_t *query_start_loc; /* [num_reqs + 1] */
-    const int32_t *seq_lens;        /* [num_reqs], tokens in the cache, this step's included */
+    const int32_t *seq_lens;        /* [num_reqs], keys in the cache: this step's tokens included, or another sequence's */
     const uint8_t *request_causal;  /* [num_reqs], overrides causal, or NULL */
     uint32_t num_reqs;
     uint32_t num_heads;
     uint32_t num_kv_heads;
     int32_t causal;
-    int32_t sliding_window; /* <= 0: off */
-    uint32_t num_threads;   /* the team that is expected, >= 1 */
+    int32_t sliding_window;       /* <= 0: off */
+    int32_t sliding_window_ahead; /* likewise */
+    uint32_t num_threads;         /* the team that is expected, >= 1 */
 } vac_attention_plan_args;
 
 /* Bytes of the plan buffer of a batch of num_reqs requests, at most. */
@@ -154,8 +155,8 @@ size_t vac_attention_plan_size(uint32_t num_reqs, uint32_t num_threads);
  *
  * plan: int32, 8-byte aligned, plan_bytes >= vac_attention_plan_size(). Returns
  * VAC_OK or VAC_INVALID_ARGUMENT (a null pointer, no heads, heads not a
- * multiple of KV heads, no threads, decreasing query_start_loc, a request with
- * more queries than tokens, a buffer too small). */
+ * multiple of KV heads, no threads, decreasing query_start_loc, a causal request with
+ * more queries than keys, a buffer too small). */
 int vac_attention_plan(const vac_attention_plan_args *args, int32_t *plan, size_t plan_bytes);
 
 /* A plan begins with a header of 16 int32: [0] number of tasks, [1] num_threads,
@@ -208,6 +209,7 @@ typedef struct vac_attention_args {
     uint32_t v_head_size;
     uint32_t block_size;
     int32_t sliding_window; /* W: a query sees keys at positions > its own - W; <= 0: all */
+    int32_t sliding_window_ahead; /* W: and at positions < its own + W; <= 0: all that causal allows */
     int32_t causal;         /* 0: a query also sees the keys behind it */
     int32_t dtype;          /* vac_dtype of query, output and, for VAC_KV_SAME, cache */
     float scale;            /* of the scores, applied in FP32 */
@@ -220,7 +222,8 @@ typedef struct vac_attention_args {
 /* output = softmax(mask(softcap(scale * query x key) + alibi)) x value.
  *
  * Request r's queries are the last query_start_loc[r+1] - query_start_loc[r] of
- * its seq_lens[r] tokens; query head h reads KV head h / (num_heads / num_kv_heads).
+ * its seq_lens[r] tokens (of a request that is not causal there may be more queries than keys, as
+ * in cross attention: the first then have negative positions); query head h reads KV head h / (num_heads / num_kv_heads).
  * A row that sees no key gives 0. NaN or infinity in visible data gives what IEEE
  * arithmetic gives in the rows that see it; from a value (not a key) of a written slot it may
  * also reach up to three neighbouring rows, which take it times 0. Logits have to stay
