@@ -101,7 +101,8 @@ class Planner {
         const int32_t context = request.seq_len - request.query_len;
         const int32_t last_row = smaller(row + kTileRows, request.num_rows) - 1;
         end = request.causal ? context + last_row / group_ + 1 : request.seq_len;
-        if (args_.sliding_window_ahead > 0) end = smaller(end, context + last_row / group_ + args_.sliding_window_ahead);
+        if (args_.sliding_window_ahead > 0)
+            end = smaller(end, context + last_row / group_ + args_.sliding_window_ahead);
         begin = args_.sliding_window > 0 ? larger(0, context + row / group_ + 1 - args_.sliding_window) : 0;
     }
 

@@ -129,8 +129,8 @@ void vac_kv_cache_read(const void *args, uint32_t thread_index, uint32_t thread_
 /* The batch, as far as the division of work depends on it. */
 typedef struct vac_attention_plan_args {
     const int32_t *query_start_loc; /* [num_reqs + 1] */
-    const int32_t *seq_lens;        /* [num_reqs], keys in the cache: this step's tokens included, or another sequence's */
-    const uint8_t *request_causal;  /* [num_reqs], overrides causal, or NULL */
+    const int32_t *seq_lens; /* [num_reqs], keys in the cache: this step's tokens included, or another sequence's */
+    const uint8_t *request_causal; /* [num_reqs], overrides causal, or NULL */
     uint32_t num_reqs;
     uint32_t num_heads;
     uint32_t num_kv_heads;
@@ -208,14 +208,14 @@ typedef struct vac_attention_args {
     uint32_t head_size;
     uint32_t v_head_size;
     uint32_t block_size;
-    int32_t sliding_window; /* W: a query sees keys at positions > its own - W; <= 0: all */
+    int32_t sliding_window;       /* W: a query sees keys at positions > its own - W; <= 0: all */
     int32_t sliding_window_ahead; /* W: and at positions < its own + W; <= 0: all that causal allows */
-    int32_t causal;         /* 0: a query also sees the keys behind it */
-    int32_t dtype;          /* vac_dtype of query, output and, for VAC_KV_SAME, cache */
-    float scale;            /* of the scores, applied in FP32 */
-    float softcap;          /* 0: off; else logits become softcap * tanh(logit / softcap) */
-    int32_t cache_format;   /* vac_kv_cache_format */
-    float k_scale;          /* VAC_KV_FP8_E4M3 only, as given to vac_kv_cache_write; 0 is taken for 1 */
+    int32_t causal;               /* 0: a query also sees the keys behind it */
+    int32_t dtype;                /* vac_dtype of query, output and, for VAC_KV_SAME, cache */
+    float scale;                  /* of the scores, applied in FP32 */
+    float softcap;                /* 0: off; else logits become softcap * tanh(logit / softcap) */
+    int32_t cache_format;         /* vac_kv_cache_format */
+    float k_scale;                /* VAC_KV_FP8_E4M3 only, as given to vac_kv_cache_write; 0 is taken for 1 */
     float v_scale;
 } vac_attention_args;
 
@@ -223,11 +223,10 @@ typedef struct vac_attention_args {
  *
  * Request r's queries are the last query_start_loc[r+1] - query_start_loc[r] of
  * its seq_lens[r] tokens (of a request that is not causal there may be more queries than keys, as
- * in cross attention: the first then have negative positions); query head h reads KV head h / (num_heads / num_kv_heads).
- * A row that sees no key gives 0. NaN or infinity in visible data gives what IEEE
- * arithmetic gives in the rows that see it; from a value (not a key) of a written slot it may
- * also reach up to three neighbouring rows, which take it times 0. Logits have to stay
- * below 2^20 in magnitude.
+ * in cross attention: the first then have negative positions); query head h reads KV head h / (num_heads /
+ * num_kv_heads). A row that sees no key gives 0. NaN or infinity in visible data gives what IEEE arithmetic gives in
+ * the rows that see it; from a value (not a key) of a written slot it may also reach up to three neighbouring rows,
+ * which take it times 0. Logits have to stay below 2^20 in magnitude.
  *
  * Scores, softmax and sums are FP32; queries are not rounded. Weights are FP32 in tier
  * dotprod and for FP32; rounded to FP16 for FP16; cut to BF16 for BF16 in tier

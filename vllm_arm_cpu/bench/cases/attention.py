@@ -15,7 +15,7 @@ from vllm_arm_cpu.native import library
 
 Prepared = tuple[Callable[[], None], int]
 
-NUM_HEADS, BLOCK_SIZE = 32, 128
+NUM_HEADS = 32
 ffi = library.ffi
 
 
@@ -46,28 +46,29 @@ class Layer:
     head_size: int = 128
     dtype: str = "bf16"
     cache_format: str = "SAME"
+    block_size: int = 128
 
     @property
     def format(self) -> int:
         return int(getattr(library.load(), f"VAC_KV_{self.cache_format}"))
 
     def page_bytes(self) -> int:
-        sizes = (self.head_size, self.head_size, BLOCK_SIZE)
+        sizes = (self.head_size, self.head_size, self.block_size)
         return int(library.load().vac_kv_cache_page_size(self.format, DTYPES[self.dtype][0], *sizes))
 
     def cache(self, num_tokens: int) -> np.ndarray:
-        return _aligned(-(-num_tokens // BLOCK_SIZE) * self.num_kv_heads * self.page_bytes())
+        return _aligned(-(-num_tokens // self.block_size) * self.num_kv_heads * self.page_bytes())
 
     def token_bytes(self) -> int:
         """Bytes of one token in the cache."""
-        return self.num_kv_heads * self.page_bytes() // BLOCK_SIZE
+        return self.num_kv_heads * self.page_bytes() // self.block_size
 
     def set(self, args: object) -> None:
         """The fields that writing and attention have in common."""
         element = np.dtype(DTYPES[self.dtype][1]).itemsize if self.cache_format == "SAME" else 1
         args.cache_head_stride = self.page_bytes() // element
         args.cache_block_stride = self.num_kv_heads * args.cache_head_stride
-        args.num_kv_heads, args.block_size = self.num_kv_heads, BLOCK_SIZE
+        args.num_kv_heads, args.block_size = self.num_kv_heads, self.block_size
         args.head_size = args.v_head_size = self.head_size
         args.dtype, args.cache_format = DTYPES[self.dtype][0], self.format
 
@@ -109,7 +110,7 @@ def attention(query_len: int, seq_len: int, layer: Layer = BASE) -> Prepared:
     lib.vac_kv_cache_write(write_args, 0, 1)
     query = _normal(rng, layer.dtype, query_len, NUM_HEADS, layer.head_size)
     output = np.empty_like(query)
-    num_blocks = -(-seq_len // BLOCK_SIZE)
+    num_blocks = -(-seq_len // layer.block_size)
     block_table = np.arange(num_blocks, dtype=np.int32)
     starts, lengths = np.array([0, query_len], np.int32), np.array([seq_len], np.int32)
     workspace = _aligned(lib.vac_attention_workspace_size(layer.head_size, layer.head_size, 1))
@@ -145,6 +146,7 @@ def attention(query_len: int, seq_len: int, layer: Layer = BASE) -> Prepared:
 D64, MHA, MQA = Layer(head_size=64), Layer(num_kv_heads=32), Layer(num_kv_heads=1)
 F16, F32 = Layer(dtype="f16"), Layer(dtype="f32")
 INT8, FP8 = Layer(cache_format="INT8"), Layer(cache_format="FP8_E4M3")
+B16 = Layer(block_size=16)
 
 CASES: dict[str, Callable[[], Prepared]] = {
     "attn_q1_ctx512": lambda: attention(1, 512),
@@ -157,6 +159,8 @@ CASES: dict[str, Callable[[], Prepared]] = {
     "attn_q64_ctx256_mha": lambda: attention(64, 256, MHA),
     "attn_q1_ctx512_mqa": lambda: attention(1, 512, MQA),
     "attn_q64_ctx256_mqa": lambda: attention(64, 256, MQA),
+    "attn_q1_ctx4096_b16": lambda: attention(1, 4096, B16),
+    "attn_q64_ctx256_b16": lambda: attention(64, 256, B16),
     "attn_q1_ctx512_f16": lambda: attention(1, 512, F16),
     "attn_q64_ctx256_f16": lambda: attention(64, 256, F16),
     "attn_q1_ctx512_f32": lambda: attention(1, 512, F32),
@@ -167,6 +171,7 @@ CASES: dict[str, Callable[[], Prepared]] = {
     "attn_q64_ctx256_fp8": lambda: attention(64, 256, FP8),
     "cache_write_64": lambda: cache_write(64),
     "cache_write_1": lambda: cache_write(1),
+    "cache_write_64_b16": lambda: cache_write(64, B16),
     "cache_write_64_int8": lambda: cache_write(64, INT8),
     "cache_write_1_int8": lambda: cache_write(1, INT8),
     "cache_write_64_fp8": lambda: cache_write(64, FP8),
