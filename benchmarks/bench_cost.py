@@ -28,8 +28,10 @@ import armcost  # noqa: E402
 DEFAULT_CASES = (
     *("attn_q1_ctx512", "attn_q1_ctx4096", "attn_q64_ctx256", "attn_q128_ctx128", "cache_write_64", "cache_write_1"),
     *("attn_q1_ctx512_d64", "attn_q1_ctx512_mha", "attn_q1_ctx512_mqa"),
+    *("attn_q1_ctx4096_b16", "attn_q64_ctx256_b16", "cache_write_64_b16"),
     *(
         "attn_q1_ctx4096_int8",
+        "attn_q1_ctx4096_int8_b16",
         "attn_q64_ctx256_int8",
         "attn_q1_ctx4096_fp8",
         "cache_write_64_int8",

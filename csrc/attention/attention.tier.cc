@@ -19,6 +19,10 @@
 #include "attention/quantized.h"
 #include "common/dispatch.h"
 
+// The functions that hold the loops each lie within a page, as most are shorter than that: one entry of the
+// instruction TLB, and a tracer that works by pages sees a loop in one piece.
+#define VAC_HOT(size) __attribute__((noinline, aligned(size)))
+
 namespace vac::VAC_TIER_NS {
 namespace {
 
@@ -52,6 +56,7 @@ struct RowTileOf {
     int32_t begin, end;               // union over the rows
     int32_t full_begin, full_end;     // intersection
     int32_t chunk_begin, chunk_end;   // the same within the current chunk, from its first token, in whole steps
+    int32_t whole_end;                // of the blocks of 16 tokens in front, all of whose tokens are seen
     const SegmentOf<Cache> *segment;  // that chunk_begin lies in
     bool started, finishes;           // output holds earlier chunks; this one is the last
     float32x4_t exponent;             // M of each row: the running maximum, rounded up to a power of two
@@ -281,22 +286,18 @@ class Tile {
         tile.sum = vmulq_n_f32(weight, F::kWeightBias);
     }
 
-    const Cache *page(int32_t token) const {
-        const int64_t block =
-            args_.block_table[request_ * args_.block_table_stride + static_cast<uint32_t>(token) / args_.block_size];
-        return static_cast<const Cache *>(args_.kv_cache) + block * args_.cache_block_stride +
-               kv_head_ * args_.cache_head_stride;
-    }
-
     // The cache's panels for tokens [begin, end) of the sequence; begin is a
     // multiple of 16. Positions are relative to begin from here on.
     void find_panels(int32_t begin, int32_t end) {
         const auto block_size = static_cast<int32_t>(args_.block_size);
+        const Cache *cache = static_cast<const Cache *>(args_.kv_cache) + kv_head_ * args_.cache_head_stride;
+        const int32_t first = begin / block_size;
+        const int32_t *block = args_.block_table + request_ * args_.block_table_stride + first;
+        int32_t offset = begin - first * block_size;
         num_segments_ = 0;
         int panel = 0;
-        for (int32_t token = begin; token < end;) {
-            const Cache *base = page(token);
-            const auto offset = static_cast<int32_t>(static_cast<uint32_t>(token) % args_.block_size);
+        for (int32_t token = begin; token < end; offset = 0) {
+            const Cache *base = cache + *block++ * args_.cache_block_stride;
             const int32_t stop = min_of(end, token + block_size - offset);
             const Cache *k = base + static_cast<size_t>(offset) * args_.head_size;
             for (int32_t i = token; i < stop; i += kPanel, k += kPanel * args_.head_size, ++panel) {
@@ -384,6 +385,10 @@ class Tile {
             tile->chunk_begin = max_of(tile->begin - begin, 0) / F::kStep * F::kStep;
             tile->chunk_end = min_of(tile->end, end) - begin;
             tile->finishes = tile->end <= end && !partial_;
+            // Blocks of the smallest size, all of whose tokens are seen, have a loop of their own in the
+            // products with V: there is nothing to find out about each.
+            const bool small = args_.block_size == kPanel && tile->chunk_begin % kPanel == 0;
+            tile->whole_end = small ? tile->chunk_end / kPanel * kPanel : tile->chunk_begin;
             tile->segment = segments_;
             while (tile->segment->end <= tile->chunk_begin && tile->chunk_begin < tile->chunk_end) ++tile->segment;
         }
@@ -425,7 +430,8 @@ class Tile {
 
     // Each of the chunk's K panels for the row tiles [first, last) that see it.
     template <int Rows>
-    __attribute__((noinline)) void scores(int first, int last, int32_t num_panels) {
+    VAC_HOT(2048)
+    void scores(int first, int last, int32_t num_panels) {
         for (int32_t panel = 0; panel < num_panels; ++panel) score_panel<Rows>(first, last, panel);
     }
 
@@ -451,6 +457,7 @@ class Tile {
                 F::template score<Rows>(acc, query, keys, depth, key_scales_[panel]);
             else
                 multiply_keys<Rows>(acc, query, keys, wide, tile->end - token <= kPanel / 2);
+            if constexpr (!kInt8) F::template join_sums<Rows>(acc);
             for (int i = 0; i < 4 * Rows; ++i) vst1q_f32(out + 4 * i, acc[i]);
             // Found beside the stores, which are what takes time here.
             float32x4_t maximum[4];
@@ -531,7 +538,8 @@ class Tile {
     }
 
     template <int Rows>
-    __attribute__((noinline)) void weigh(int t) {
+    VAC_HOT(4096)
+    void weigh(int t) {
         RowTile &tile = tiles_[t];
         float32x4_t maximum = F::reduce_maximum(tile.running);
         if constexpr (kInt8)
@@ -564,7 +572,8 @@ class Tile {
 
     // Each V panel for the row tiles [first, last).
     template <int Rows>
-    __attribute__((noinline)) void add_values(int first, int last) {
+    VAC_HOT(2048)
+    void add_values(int first, int last) {
         for (uint32_t panel = 0; panel < args_.v_head_size / kPanel; ++panel) add_panel<Rows>(first, last, panel);
     }
 
@@ -592,11 +601,17 @@ class Tile {
                                                     (end - token + F::kStep - 1) / F::kStep);
                     token = end;
                 }
-            if constexpr (!kFp8)
-                for (const Segment *segment = tile.segment; token < end; token = segment++->end)
+            if constexpr (!kFp8) {
+                const Segment *segment = tile.segment;
+                for (const size_t offset = kPanel * kPanel * panel; token < tile.whole_end; ++segment, token += kPanel)
+                    F::template multiply<Rows>(acc, weights + kRows * token, segment->base + offset + 16 * token,
+                                               kPanel / F::kStep);
+                for (; token < end; token = segment++->end)
                     F::template multiply<Rows>(acc, weights + kRows * token,
                                                segment->base + panel * segment->panel_stride + 16 * token,
                                                (min_of(end, segment->end) - token + F::kStep - 1) / F::kStep);
+            }
+            F::template join_sums<Rows>(acc);
             if (!tile.finishes) {
                 float *output = output_ + output_offset(t, panel);
                 for (int i = 0; i < 16; ++i) vst1q_f32(output + 4 * i, acc[i]);
@@ -608,7 +623,8 @@ class Tile {
     }
 
     template <int Rows>
-    __attribute__((noinline)) void add_integer_values(int first, int last) {
+    VAC_HOT(2048)
+    void add_integer_values(int first, int last) {
         for (uint32_t panel = 0; panel < args_.v_head_size / kPanel; ++panel)
             add_integer_panel<Rows>(first, last, panel);
     }
@@ -626,10 +642,16 @@ class Tile {
                 int32x4_t acc[16];
                 for (int i = 0; i < 16; ++i) acc[i] = vdupq_n_s32(0);
                 const Weight *weights = weights_of(t);
-                for (const Segment *segment = tile.segment; token < end; token = segment++->end)
+                const Segment *segment = tile.segment;
+                const int pass_offset = kColumns * kInt8Group * pass;
+                for (const size_t offset = kPanel * kPanel * panel + pass_offset; token < tile.whole_end;
+                     ++segment, token += kPanel)
+                    F::template multiply_values<Rows>(acc, weights + kRows * token, segment->base + offset + 16 * token,
+                                                      kPanel / F::kStep);
+                for (; token < end; token = segment++->end)
                     F::template multiply_values<Rows>(
                         acc, weights + kRows * token,
-                        segment->base + panel * segment->panel_stride + 16 * token + kColumns * kInt8Group * pass,
+                        segment->base + panel * segment->panel_stride + 16 * token + pass_offset,
                         (min_of(end, segment->end) - token + F::kStep - 1) / F::kStep);
                 float *output = output_ + output_offset(t, panel);
                 float32x4_t sums[kRegisters];

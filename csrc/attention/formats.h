@@ -6,6 +6,7 @@
 //   Packed, Weight, Wide     queries and weights as the left operand; a panel converted for the product
 //   kStorage                 what the cache holds: the element type itself, INT8 or E4M3 (quantized.h)
 //   kStep                    depth of one step of the product
+//   join_sums<Rows>          to be called behind multiply<Rows> and multiply_wide<Rows>: they may add up in parts
 //   rows_used(n)             the row count, of those it has code for, that holds n rows
 //   pack(rows, depth, out)   4 rows of queries -> [depth][4 rows] in its own order
 //   multiply<Rows>(acc, lhs, rhs, steps)
@@ -162,6 +163,13 @@ struct FmlaOrder {
     }
 };
 
+// A single row's four accumulators would wait for the additions: four steps add up apart.
+template <int Rows>
+VAC_INLINE void join_quarters(float32x4_t acc[16]) {
+    if (Rows > 1) return;
+    for (int j = 0; j < 4; ++j) acc[j] = vaddq_f32(vaddq_f32(acc[j], acc[4 + j]), vaddq_f32(acc[8 + j], acc[12 + j]));
+}
+
 template <class StoreType, int Degree>
 struct FmlaFormat : FmlaOrder {
     using Store = StoreType;
@@ -204,13 +212,17 @@ struct FmlaFormat : FmlaOrder {
     static VAC_INLINE void multiply_from(float32x4_t acc[16], const Packed *lhs, const typename Source::Element *rhs,
                                          int32_t steps) {
         for (; steps >= 4; steps -= 4, lhs += 16, rhs += 64)
-            for (int i = 0; i < 4; ++i) step<Source, Rows>(acc, lhs + 4 * i, rhs + 16 * i);
+            for (int i = 0; i < 4; ++i) step<Source, Rows>(acc + (Rows > 1 ? 0 : 4 * i), lhs + 4 * i, rhs + 16 * i);
         for (; steps > 0; --steps, lhs += 4, rhs += 16) step<Source, Rows>(acc, lhs, rhs);
     }
 
     template <int Rows>
     static VAC_INLINE void multiply(float32x4_t acc[16], const Packed *lhs, const Element *rhs, int32_t steps) {
         multiply_from<Store, Rows>(acc, lhs, rhs, steps);
+    }
+    template <int Rows>
+    static VAC_INLINE void join_sums(float32x4_t acc[16]) {
+        join_quarters<Rows>(acc);
     }
 
     // For several row tiles, a panel is converted to FP32 once.
@@ -296,8 +308,12 @@ struct FmlalFormat : FmlaOrder {
     template <int Rows>
     static VAC_INLINE void multiply(float32x4_t acc[16], const Packed *lhs, const Element *rhs, int32_t steps) {
         for (; steps >= 4; steps -= 4, lhs += 16, rhs += 64)
-            for (int i = 0; i < 4; ++i) step<Rows>(acc, lhs + 4 * i, rhs + 16 * i);
+            for (int i = 0; i < 4; ++i) step<Rows>(acc + (Rows > 1 ? 0 : 4 * i), lhs + 4 * i, rhs + 16 * i);
         for (; steps > 0; --steps, lhs += 4, rhs += 16) step<Rows>(acc, lhs, rhs);
+    }
+    template <int Rows>
+    static VAC_INLINE void join_sums(float32x4_t acc[16]) {
+        join_quarters<Rows>(acc);
     }
 
     template <int Rows>
@@ -405,12 +421,18 @@ struct BfmmlaFormat : PairOrder {
     template <int Rows>
     static VAC_INLINE void multiply(float32x4_t acc[16], const Packed *lhs, const Element *rhs, int32_t steps) {
         for (; steps >= 4; steps -= 4, lhs += 64, rhs += 256)
-            for (int i = 0; i < 4; ++i) step<Rows>(acc, lhs + 16 * i, rhs + 64 * i);
+            for (int i = 0; i < 4; ++i) step<Rows>(acc + (Rows > 2 ? 0 : i % 2 * 8), lhs + 16 * i, rhs + 64 * i);
         for (; steps > 0; --steps, lhs += 16, rhs += 64) step<Rows>(acc, lhs, rhs);
+    }
+    // Even and odd steps of a single row pair add up apart: eight accumulators alone would wait for BFMMLA.
+    template <int Rows>
+    static VAC_INLINE void join_sums(float32x4_t acc[16]) {
+        if (Rows > 2) return;
+        for (int c = 0; c < 8; ++c) acc[c] = vaddq_f32(acc[c], acc[8 + c]);
     }
 
     // The first half of a panel's columns only, for the diagonal of a causal
-    // mask. Even and odd steps add up apart: eight accumulators alone would wait for BFMMLA.
+    // mask. Even and odd steps add up apart here, too.
     template <int Rows>
     static VAC_INLINE void multiply_half(float32x4_t acc[16], const Packed *lhs, const Element *rhs, int32_t steps) {
         float32x4_t odd[8];

@@ -131,6 +131,7 @@ def _cases(torch: Any, ops: Any) -> dict[str, Callable[[], Peer]]:
         "cache_write_1": lambda: cache_write(1),
         **{f"bf16_m{m}": (lambda m=m: dense(m)) for m in (1, 2, 4, 8, 16, 64, 256)},
         "bf16_m1_n4096_k14336": lambda: dense(1, 4096, 14336),
+        "bf16_m1_lm_head": lambda: dense(1, 128256, 4096),
         "bf16_m1_lm_head_32nd": lambda: dense(1, 128256 // 32, 4096),
         **{f"w8a8_m{m}": (lambda m=m: w8a8(m)) for m in (1, 4, 8, 16, 64, 256)},
         **{f"w4a8_m{m}": (lambda m=m: w4a8(m)) for m in (1, 16, 64)},

@@ -146,7 +146,8 @@ def attention(query_len: int, seq_len: int, layer: Layer = BASE) -> Prepared:
 D64, MHA, MQA = Layer(head_size=64), Layer(num_kv_heads=32), Layer(num_kv_heads=1)
 F16, F32 = Layer(dtype="f16"), Layer(dtype="f32")
 INT8, FP8 = Layer(cache_format="INT8"), Layer(cache_format="FP8_E4M3")
-B16 = Layer(block_size=16)
+B16, INT8_B16 = Layer(block_size=16), Layer(block_size=16, cache_format="INT8")
+B32 = Layer(block_size=32)
 
 CASES: dict[str, Callable[[], Prepared]] = {
     "attn_q1_ctx512": lambda: attention(1, 512),
@@ -161,11 +162,14 @@ CASES: dict[str, Callable[[], Prepared]] = {
     "attn_q64_ctx256_mqa": lambda: attention(64, 256, MQA),
     "attn_q1_ctx4096_b16": lambda: attention(1, 4096, B16),
     "attn_q64_ctx256_b16": lambda: attention(64, 256, B16),
+    "attn_q1_ctx4096_b32": lambda: attention(1, 4096, B32),
+    "attn_q64_ctx256_b32": lambda: attention(64, 256, B32),
     "attn_q1_ctx512_f16": lambda: attention(1, 512, F16),
     "attn_q64_ctx256_f16": lambda: attention(64, 256, F16),
     "attn_q1_ctx512_f32": lambda: attention(1, 512, F32),
     "attn_q64_ctx256_f32": lambda: attention(64, 256, F32),
     "attn_q1_ctx4096_int8": lambda: attention(1, 4096, INT8),
+    "attn_q1_ctx4096_int8_b16": lambda: attention(1, 4096, INT8_B16),
     "attn_q64_ctx256_int8": lambda: attention(64, 256, INT8),
     "attn_q1_ctx4096_fp8": lambda: attention(1, 4096, FP8),
     "attn_q64_ctx256_fp8": lambda: attention(64, 256, FP8),
