@@ -116,8 +116,8 @@ def test_against_transformers(tmp_path: Path) -> None:
         assert len(tokens) == NEW_TOKENS
         chosen.append(tuple(tokens))
         with torch.no_grad():
-            logits = reference(heard, decoder_input_ids=torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        expected = logits.log_softmax(dim=-1)
+            logits = reference(heard, decoder_input_ids=torch.tensor([prompt + tokens[:-1]])).logits[0]
+        expected = logits[len(prompt) - 1 :].log_softmax(dim=-1)
         for step, token in enumerate(tokens):
             best, second = expected[step].topk(2).values.tolist()
             if best - second > MARGIN:
