@@ -2,7 +2,7 @@
 // token and stay in registers while the heads go by.
 #include "vac/elementwise.h"
 
-#include "elementwise/simd.h"
+#include "common/simd.h"
 
 namespace vac::VAC_TIER_NS {
 namespace {

@@ -1,7 +1,7 @@
 // Rows moved or added: embedding lookup, gathering by index, addition.
 #include "vac/elementwise.h"
 
-#include "elementwise/simd.h"
+#include "common/simd.h"
 
 namespace vac::VAC_TIER_NS {
 namespace {
