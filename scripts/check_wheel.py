@@ -24,7 +24,16 @@ NATIVE = {
     "libgomp.so.1": {"libc.so.6"},
     "libmimalloc.so": {"libc.so.6", "ld-linux-aarch64.so.1"},
 }
-HEADERS = {"attention.h", "base.h", "elementwise.h", "gemm.h", "quant_int8.h", "sampling.h", "threads.h"}
+HEADERS = {
+    "attention.h",
+    "base.h",
+    "elementwise.h",
+    "gemm.h",
+    "quant_int4.h",
+    "quant_int8.h",
+    "sampling.h",
+    "threads.h",
+}
 
 
 def main(wheel: Path) -> list[str]:
