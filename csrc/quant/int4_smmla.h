@@ -49,18 +49,24 @@ struct Smmla {
     }
 
     [[gnu::always_inline]] void step(size_t i, int32x4_t (&sums)[R][V]) const {
-        constexpr size_t kBytes = kWidened ? 2 * kStepBytes : kStepBytes;
+        if (kWidened) {
+            for (int half = 0; half < 2; ++half) {
+                const size_t at = 2 * i + static_cast<size_t>(half);
+                int8x16_t a[R];
+                for (int r = 0; r < R; ++r) a[r] = vld1q_s8(lhs[r] + at * 16);
+                for (int j = 0; j < V; ++j) {
+                    const int8x16_t b =
+                        vreinterpretq_s8_u8(vld1q_u8(values[j / 4] + at * kStepBytes + static_cast<size_t>(j % 4) * 16));
+                    for (int r = 0; r < R; ++r) sums[r][j] = vmmlaq_s32(sums[r][j], a[r], b);
+                }
+            }
+            return;
+        }
         int8x16_t high[V], low[V];
         for (int j = 0; j < V; ++j) {
-            const uint8_t *p = values[j / 4] + i * kBytes + static_cast<size_t>(j % 4) * 16;
-            if (kWidened) {
-                high[j] = vreinterpretq_s8_u8(vld1q_u8(p));
-                low[j] = vreinterpretq_s8_u8(vld1q_u8(p + kStepBytes));
-            } else {
-                const uint8x16_t v = vld1q_u8(p);
-                high[j] = high_nibbles(v);
-                low[j] = low_nibbles(v);
-            }
+            const uint8x16_t v = vld1q_u8(values[j / 4] + i * kStepBytes + static_cast<size_t>(j % 4) * 16);
+            high[j] = high_nibbles(v);
+            low[j] = low_nibbles(v);
         }
         for (int r = 0; r < R; ++r) {
             const int8x16_t a = vld1q_s8(lhs[r] + i * 32);
@@ -278,7 +284,7 @@ struct Tiles {
     };
 
     // Pairs of rows at most, in registers or widened.
-    static size_t most_rows(bool groups, bool widened) { return widened ? (groups ? 6 : 12) : (groups ? 12 : 16); }
+    static size_t most_rows(bool groups, bool widened) { return widened ? (groups ? 6 : 8) : (groups ? 12 : 16); }
 
     static Choice lone(int kind, size_t panels) {
         static constexpr TileKernel kernels[3][2] = {{lone_per_channel<1>, lone_per_channel<2>},
@@ -306,9 +312,9 @@ struct Tiles {
     }
 
     static Choice widened(int kind, size_t rows) {
-        static constexpr TileKernel kernels[3][6] = {
+        static constexpr TileKernel kernels[3][4] = {
             {tile_per_channel<1, 4, true>, tile_per_channel<2, 4, true>, tile_per_channel<3, 4, true>,
-             tile_per_channel<4, 4, true>, tile_per_channel<5, 4, true>, tile_per_channel<6, 4, true>},
+             tile_per_channel<4, 4, true>},
             {tile_groups<1, 4, true, false>, tile_groups<2, 4, true, false>, tile_groups<3, 4, true, false>},
             {tile_groups<1, 4, true, true>, tile_groups<2, 4, true, true>, tile_groups<3, 4, true, true>},
         };

@@ -50,10 +50,12 @@ template <class Stored, bool kInteger>
 inline void finish_rows_as(const Int4Tile &tile, const void *sums, size_t columns, size_t offset) {
     const vac_int4_gemm_args &args = *tile.args;
     using Element = typename Stored::Element;
+    const size_t n = args.n, rows = tile.rows, out_stride = args.out_stride;
+    const float *row_scales = tile.row_scales;
     for (size_t c = 0; c < columns; c += 4) {
         const size_t column = tile.column + offset + c;
-        if (column >= args.n) return;
-        const size_t count = min_size(args.n - column, 4), in_panel = offset + c;
+        if (column >= n) return;
+        const size_t count = min_size(n - column, 4), in_panel = offset + c;
         // Nothing is added without a bias but -0.0, which changes no sum.
         const float32x4_t bias =
             tile.bias ? load_some(args.bias_dtype, tile.bias, column, count) : vdupq_n_f32(-0.0f);
@@ -61,19 +63,19 @@ inline void finish_rows_as(const Int4Tile &tile, const void *sums, size_t column
         if (kInteger)
             scale = load_scales(tile, tile.scales + in_panel / kPanelColumns * tile.scales_stride,
                                 in_panel % kPanelColumns);
-        Element *out = static_cast<Element *>(args.out) + tile.row * args.out_stride + column;
+        Element *out = static_cast<Element *>(args.out) + tile.row * out_stride + column;
         const auto result = [&](size_t r) {
             float32x4_t sum;
             if (kInteger)
                 sum = vmulq_f32(vcvtq_f32_s32(vld1q_s32(static_cast<const int32_t *>(sums) + r * columns + c)), scale);
             else
                 sum = vld1q_f32(static_cast<const float *>(sums) + r * columns + c);
-            return vfmaq_f32(bias, sum, vdupq_n_f32(tile.row_scales[r]));
+            return vfmaq_f32(bias, sum, vdupq_n_f32(row_scales[r]));
         };
         if (count == 4) {
-            for (size_t r = 0; r < tile.rows; ++r, out += args.out_stride) Stored::store4(out, result(r));
+            for (size_t r = 0; r < rows; ++r, out += out_stride) Stored::store4(out, result(r));
         } else {
-            for (size_t r = 0; r < tile.rows; ++r, out += args.out_stride) store_some<Stored>(out, result(r), count);
+            for (size_t r = 0; r < rows; ++r, out += out_stride) store_some<Stored>(out, result(r), count);
         }
     }
 }
