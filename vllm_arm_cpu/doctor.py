@@ -23,8 +23,6 @@ from typing import Any
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.runtime import cpu, memory, preload, threads, topology
 
-# The kernels that quantized layers bind to; see KleidiAI's naming.
-_KLEIDIAI_SYMBOL = "kai_run_matmul_clamp_bf16_qai8dxp4x8_qsi4cxp8x8_8x8_neon_i8mm"
 _OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _MIN_SHARED_MEMORY = 64 << 20
 _CHILD_TIMEOUT = 300
@@ -329,21 +327,20 @@ def _topology_report(machine: topology.Topology) -> dict[str, Any]:
 
 def _torch_report() -> dict[str, Any]:
     """What torch brings along and what is mapped with it; runs in the child."""
-    import ctypes
-
     import torch
+
+    from vllm_arm_cpu.native import kleidiai
 
     config = torch.__config__.show()
     onednn = re.search(r"MKL-DNN v(\S+)", config)
     # Threads exist after a region only, and with them the runtime that made them.
     torch.ones(1 << 20).add_(1)
-    library = ctypes.CDLL(str(Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"))
     acl = getattr(torch.backends.mkldnn, "is_acl_available", None)
     mapped = preload.mapped_libraries()
     return {
         "onednn": onednn.group(1) if onednn else None,
         "acl": bool(acl()) if acl else None,
-        "kleidiai": hasattr(library, _KLEIDIAI_SYMBOL),
+        "kleidiai": asdict(kleidiai.status()),
         "openmp": list(mapped.openmp),
         "openmp_lse": {path: _lse(path) for path in mapped.openmp},
         "allocators": list(mapped.allocators),
@@ -457,7 +454,7 @@ def _software_rows(report: Mapping[str, Any]) -> Rows:
         *((name, version or "not installed") for name, version in report["versions"].items()),
         ("oneDNN", torch_report.get("onednn") or "not found"),
         ("ACL", _yes(torch_report.get("acl"))),
-        ("KleidiAI", _yes(torch_report.get("kleidiai"))),
+        ("KleidiAI", _kleidiai(torch_report.get("kleidiai"))),
         ("libvac", libvac["error"] if "error" in libvac else f"{libvac['version']}, tier {libvac['tier']}"),
         ("plugin", report["plugin"]["name"] or "not installed"),
     ]
@@ -491,6 +488,12 @@ def _size(nbytes: int) -> str:
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.4g} {unit}"
     return f"{nbytes} B"
+
+
+def _kleidiai(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "unknown"
+    return f"int4 kernels in torch, for {' '.join(found['features'])}" if found["error"] is None else found["error"]
 
 
 def _yes(value: bool | None) -> str:

@@ -7,6 +7,7 @@ VAC_DEFINE_KERNEL(int4_kai_lhs_pack)
 VAC_DEFINE_KERNEL(int4_kai_rhs_pack)
 VAC_DEFINE_KERNEL(int4_rhs_pack)
 VAC_DEFINE_KERNEL(int4_rhs_unpack)
+VAC_DEFINE_KERNEL(int4_w4a16)
 VAC_DEFINE_KERNEL(int4_w4a8)
 VAC_DEFINE_KERNEL(int4_w4a8_quantize)
 
@@ -23,10 +24,9 @@ bool valid_gemm(const vac_int4_gemm_args &args) {
     const bool pointers = !work || (args.rhs != nullptr && args.out != nullptr && args.workspace != nullptr &&
                                     (args.k == 0 || args.lhs != nullptr));
     const size_t packed = packed_int4(args.scale_dtype, args.n, args.k, args.group, args.has_zero_points).size;
-    const bool experts =
-        args.num_experts == 0 ||
-        (args.expert_start != nullptr && (args.rhs_expert_stride >= packed || args.num_experts == 1) &&
-         (args.row_index != nullptr || args.num_rows <= args.m));
+    const bool experts = args.num_experts == 0 ||
+                         (args.expert_start != nullptr && (args.rhs_expert_stride >= packed || args.num_experts == 1) &&
+                          (args.row_index != nullptr || args.num_rows <= args.m));
     return types && shape && pointers && experts;
 }
 
@@ -40,15 +40,14 @@ VAC_EXPORT size_t vac_int4_rhs_packed_size(int scale_dtype, size_t n, size_t k, 
 }
 
 VAC_EXPORT int vac_int4_rhs_pack_check(const vac_int4_rhs_pack_args *args) {
-    const bool format =
-        args->format == VAC_INT4_S8 || args->format == VAC_INT4_U8 || args->format == VAC_INT4_NIBBLES;
+    const bool format = args->format == VAC_INT4_S8 || args->format == VAC_INT4_U8 || args->format == VAC_INT4_NIBBLES;
     const size_t groups = groups_of(args->k, args->group);
     const size_t row_bytes = args->format == VAC_INT4_NIBBLES ? ceil_div(args->k, 2) : args->k;
     const bool shape = known_dtype(args->scale_dtype) && valid_group(args->k, args->group) &&
                        args->rhs_stride >= row_bytes && args->scale_stride >= groups &&
                        (args->zero_points == nullptr || args->zero_point_stride >= groups);
-    const bool pointers = args->n == 0 || (args->packed != nullptr && args->scales != nullptr &&
-                                           (args->k == 0 || args->rhs != nullptr));
+    const bool pointers =
+        args->n == 0 || (args->packed != nullptr && args->scales != nullptr && (args->k == 0 || args->rhs != nullptr));
     return status(format && shape && pointers);
 }
 
@@ -63,6 +62,15 @@ VAC_EXPORT int vac_int4_w4a8_check(const vac_int4_gemm_args *args) {
     return status(valid_gemm(*args) && (args->lhs_quantized || args->m <= VAC_INT4_SELF_QUANTIZED_ROWS) &&
                   (groups_of(args->k, args->group) > 1 || args->k <= VAC_INT4_MAX_K_PER_CHANNEL));
 }
+
+VAC_EXPORT size_t vac_int4_w4a16_workspace_size(size_t m, size_t n, size_t k, size_t group, size_t num_experts,
+                                                uint32_t num_threads) {
+    (void)n;
+    // An expert can have more rows than lhs.
+    return num_threads * w4a16_workspace(num_experts ? kBlockRows : m, k, group).thread + kLine;
+}
+
+VAC_EXPORT int vac_int4_w4a16_check(const vac_int4_gemm_args *args) { return status(valid_gemm(*args)); }
 
 VAC_EXPORT size_t vac_int4_kai_rhs_packed_size(size_t n, size_t k, size_t group) {
     return kai_valid_shape(n, k, group) ? ceil_div(n, kKaiNr) * kai_panel_bytes(k, group) : 0;
@@ -85,9 +93,8 @@ VAC_EXPORT int vac_int4_kai_check(const vac_int4_kai_args *args) {
     const vac_kai_int4 *kai = args->kai;
     const bool shape = kai_valid_shape(args->n, args->k, args->group) && known_dtype(args->dtype) &&
                        known_dtype(args->out_dtype) && args->lhs_stride >= args->k && args->out_stride >= args->n;
-    const bool functions =
-        kai != nullptr && kai->lhs_pack_f32 != nullptr &&
-        (args->group == 0 ? kai->matmul_cx_f32[0] != nullptr : kai->matmul_c32_f32[0] != nullptr);
+    const bool functions = kai != nullptr && kai->lhs_pack_f32 != nullptr &&
+                           (args->group == 0 ? kai->matmul_cx_f32[0] != nullptr : kai->matmul_c32_f32[0] != nullptr);
     const bool pointers = args->m == 0 || (args->lhs != nullptr && args->rhs != nullptr && args->out != nullptr &&
                                            args->workspace != nullptr);
     const bool rows = args->lhs_packed || args->m <= VAC_INT4_SELF_QUANTIZED_ROWS;

@@ -24,9 +24,7 @@ struct Int4BF16 {
     using Element = uint16_t;
     static float32x4_t load4(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    static void store4(uint16_t *p, float32x4_t value) {
-        vst1_u16(p, vreinterpret_u16_bf16(vcvt_bf16_f32(value)));
-    }
+    static void store4(uint16_t *p, float32x4_t value) { vst1_u16(p, vreinterpret_u16_bf16(vcvt_bf16_f32(value))); }
 #else
     // Round to nearest even on the bits; a NaN stays one, made quiet.
     static void store4(uint16_t *p, float32x4_t value) {

@@ -25,9 +25,9 @@ constexpr uint32_t kKaiBf16 = 0x0213;
 constexpr size_t kL1Bytes = 32 * 1024, kL2Bytes = 256 * 1024;
 
 struct Thread {
-    char *lhs;         // packed activations that it reads
+    char *lhs;  // packed activations that it reads
     size_t mr;
-    int kernel;        // 0: M = 1 or no I8MM; 1: I8MM
+    int kernel;         // 0: M = 1 or no I8MM; 1: I8MM
     float *row, *tile;  // its own scratch
 };
 
@@ -84,7 +84,7 @@ void multiply(const vac_int4_kai_args &args, const Thread &thread, size_t row, s
     const vac_kai_int4 &kai = *args.kai;
     const char *lhs = thread.lhs + row / thread.mr * kai_lhs_tile_bytes(args.k, thread.mr);
     const char *rhs = static_cast<const char *>(args.rhs) + column / kKaiNr * kai_panel_bytes(args.k, args.group);
-    const vac_kai_matmul_cx direct = args.group == 0 && args.out_dtype == VAC_BF16 ? kai.matmul_cx_bf16[thread.kernel]
+    const vac_kai_matmul_cx direct = args.group == 0 && args.out_dtype == VAC_BF16  ? kai.matmul_cx_bf16[thread.kernel]
                                      : args.group == 0 && args.out_dtype == VAC_F32 ? kai.matmul_cx_f32[thread.kernel]
                                                                                     : nullptr;
     const size_t size = element_size(args.out_dtype), stride = args.out_stride * size;

@@ -94,6 +94,31 @@ inline Part part_of_thread(size_t m, size_t n, uint32_t thread_index, uint32_t t
             share(panels, thread_index % panel_parts, panel_parts)};
 }
 
+// Shares out (expert, panel) by what they cost: reading a panel is worth about 8 rows of products. Calls
+// run(expert, panels) for those of a thread.
+template <class Run>
+inline void share_experts(const vac_int4_gemm_args &args, size_t panels, uint32_t thread_index, uint32_t thread_count,
+                          Run run) {
+    const auto cost_of = [&](size_t e) {
+        const size_t rows = static_cast<size_t>(args.expert_start[e + 1] - args.expert_start[e]);
+        return rows == 0 ? size_t{0} : rows + 8;
+    };
+    size_t total = 0;
+    for (size_t e = 0; e < args.num_experts; ++e) total += cost_of(e);
+    const Range mine = share(total * panels, thread_index, thread_count);
+    size_t at = 0;
+    for (size_t e = 0; e < args.num_experts && at < mine.end; ++e) {
+        const size_t cost = cost_of(e), end = at + cost * panels;
+        if (cost != 0 && end > mine.begin) {
+            // A panel belongs to the thread in whose share it begins.
+            const size_t first = at >= mine.begin ? 0 : ceil_div(mine.begin - at, cost);
+            const size_t last = min_size(ceil_div(mine.end - at, cost), panels);
+            if (first < last) run(e, Range{first, last});
+        }
+        at = end;
+    }
+}
+
 // --- W4A8 ----------------------------------------------------------------------
 
 // Activations as int8 with a scale per row, in pairs of rows:
@@ -145,6 +170,32 @@ inline W4a8Workspace w4a8_workspace(size_t m, size_t k, size_t group, size_t num
     w.widened = w.gathered + (num_experts ? quantized_layout(gather_rows_of(k), k, groups).size : 0);
     w.partial = w.widened + kPanelColumns * min_size(k16, kBlockK);
     w.thread = w.partial + (k > kBlockK ? kBlockRows * kBlockPanels * kPanelColumns * sizeof(float) : 0);
+    return w;
+}
+
+// --- W4A16 ---------------------------------------------------------------------
+
+// Blocks: 96 rows x about 1024 k of lhs packed in L2, a panel widened to BF16 or FP32 in L1, partial sums of 32 panels.
+constexpr size_t kWideK = 1024;
+
+// Steps of a block of K: whole groups.
+inline size_t wide_steps(size_t group_steps) {
+    return group_steps >= kWideK / kStep ? group_steps : kWideK / kStep / group_steps * group_steps;
+}
+
+// Workspace of a thread: packed lhs | a widened panel | partial sums.
+struct W4a16Workspace {
+    size_t widened, partial, thread;
+};
+
+inline W4a16Workspace w4a16_workspace(size_t rows, size_t k, size_t group) {
+    const size_t block = groups_of(k, group) == 1 ? kWideK : max_size(group, kWideK);
+    const size_t block_k = min_size(round_up(k, kStep), block), block_rows = min_size(round_up(rows, 2), kBlockRows);
+    W4a16Workspace w;
+    // A cache line more per row: rows a power of two apart would share a few sets of the L1 cache.
+    w.widened = round_up(block_rows * (block_k * sizeof(float) + kLine), kLine);
+    w.partial = w.widened + kPanelColumns * (block_k * sizeof(float) + kLine);
+    w.thread = w.partial + block_rows * kBlockPanels * kPanelColumns * sizeof(float);
     return w;
 }
 

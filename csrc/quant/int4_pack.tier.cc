@@ -55,8 +55,8 @@ void pack_values(const vac_int4_rhs_pack_args &args, size_t row, size_t rows, ui
     for (size_t k = 0; k < args.k; k += kStep, to += kStepBytes) {
         const size_t count = min_size(args.k - k, kStep);
         for (size_t c = 0; c < kPanelColumns; ++c)
-            store_column(to, c,
-                         c < rows ? interleave(load_values(args.format, rhs + c * args.rhs_stride, k, count)) : nothing);
+            store_column(
+                to, c, c < rows ? interleave(load_values(args.format, rhs + c * args.rhs_stride, k, count)) : nothing);
     }
 }
 
@@ -68,8 +68,7 @@ void pack_scales(const vac_int4_rhs_pack_args &args, const PackedInt4 &packed, s
                 const auto *scales = static_cast<const uint16_t *>(args.scales);
                 reinterpret_cast<uint16_t *>(to)[at] = c < rows ? scales[from] : uint16_t{0};
             } else {
-                const float32x4_t scale =
-                    c < rows ? load_some(args.scale_dtype, args.scales, from, 1) : vdupq_n_f32(0);
+                const float32x4_t scale = c < rows ? load_some(args.scale_dtype, args.scales, from, 1) : vdupq_n_f32(0);
                 reinterpret_cast<float *>(to)[at] = vgetq_lane_f32(scale, 0);
             }
         }
@@ -81,7 +80,8 @@ void pack_zero_points(const vac_int4_rhs_pack_args &args, const PackedInt4 &pack
     const int middle = args.format == VAC_INT4_S8 ? 0 : 8;
     for (size_t g = 0; g < packed.groups; ++g) {
         for (size_t c = 0; c < kPanelColumns; ++c)
-            *to++ = static_cast<int8_t>(c < rows ? args.zero_points[(row + c) * args.zero_point_stride + g] - middle : 0);
+            *to++ =
+                static_cast<int8_t>(c < rows ? args.zero_points[(row + c) * args.zero_point_stride + g] - middle : 0);
     }
 }
 
@@ -120,8 +120,7 @@ void int4_rhs_unpack(const void *opaque, uint32_t thread_index, uint32_t thread_
         float *out = args.out + row * args.out_stride;
         for (size_t k = 0; k < args.k; ++k) {
             const size_t i = k % 8, g = packed.groups == 1 ? 0 : k / packed.group;
-            const uint8_t both =
-                values[k / kStep * kStepBytes + c * kColumnStride + i / 4 * kWordStride + i % 4];
+            const uint8_t both = values[k / kStep * kStepBytes + c * kColumnStride + i / 4 * kWordStride + i % 4];
             const int value = (k % kStep < 8 ? (both >> 4) ^ 8 : both & 15) - 8;
             const size_t at = g * kPanelColumns + c;
             const int zero_point = args.has_zero_points ? zero_points[at] : 0;

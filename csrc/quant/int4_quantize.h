@@ -108,7 +108,7 @@ void quantize_pair(const vac_int4_gemm_args &args, size_t row, const Quantized &
     int8_t *to = out.values + row / 2 * out.pair_stride;
     int32_t *sums = out.sums + row / 2 * out.sums_stride;
     const int32_t start = groups == 1 ? 0 : kMagicBits;
-    for (size_t begin = 0; begin < k; begin += group, sums += 8) {
+    for (size_t g = 0, begin = 0; g < groups; ++g, begin += group, sums += 8) {
         const size_t end = min_size(begin + group, k);
         int32x4_t low[2] = {vdupq_n_s32(0), vdupq_n_s32(0)}, whole[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
         const auto put = [&](const Element *a, const Element *b) {

@@ -23,7 +23,8 @@ struct Sdot {
 
     // Both rows of a pair: 4 k of the first are lanes 0 and 1, of the second 2 and 3.
     template <int kWord>
-    [[gnu::always_inline]] static void multiply(const int8x16_t (&a)[kPairs], int8x16_t w, int q, int32x4_t (&sums)[R][Q]) {
+    [[gnu::always_inline]] static void multiply(const int8x16_t (&a)[kPairs], int8x16_t w, int q,
+                                                int32x4_t (&sums)[R][Q]) {
         for (int r = 0; r < R; ++r) {
             if (r % 2 == 0)
                 sums[r][q] = vdotq_laneq_s32(sums[r][q], w, a[r / 2], kWord);

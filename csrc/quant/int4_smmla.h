@@ -55,8 +55,8 @@ struct Smmla {
                 int8x16_t a[R];
                 for (int r = 0; r < R; ++r) a[r] = vld1q_s8(lhs[r] + at * 16);
                 for (int j = 0; j < V; ++j) {
-                    const int8x16_t b =
-                        vreinterpretq_s8_u8(vld1q_u8(values[j / 4] + at * kStepBytes + static_cast<size_t>(j % 4) * 16));
+                    const int8x16_t b = vreinterpretq_s8_u8(
+                        vld1q_u8(values[j / 4] + at * kStepBytes + static_cast<size_t>(j % 4) * 16));
                     for (int r = 0; r < R; ++r) sums[r][j] = vmmlaq_s32(sums[r][j], a[r], b);
                 }
             }
@@ -229,7 +229,8 @@ struct LoneRow {
 
 // Sums of group g of 4P columns, exact.
 template <int P>
-[[gnu::always_inline]] inline void lone_group(const Int4Tile &tile, LoneRow<P> &kernel, size_t g, size_t steps, int32x4_t (&out)[2 * P]) {
+[[gnu::always_inline]] inline void lone_group(const Int4Tile &tile, LoneRow<P> &kernel, size_t g, size_t steps,
+                                              int32x4_t (&out)[2 * P]) {
     int32x4_t sums[4 * P];
     const int32x4_t start = vcombine_s32(vld1_s32(tile.sums + g * 8), vdup_n_s32(0));
     for (int j = 0; j < 4 * P; ++j) sums[j] = start;

@@ -57,8 +57,7 @@ inline void finish_rows_as(const Int4Tile &tile, const void *sums, size_t column
         if (column >= n) return;
         const size_t count = min_size(n - column, 4), in_panel = offset + c;
         // Nothing is added without a bias but -0.0, which changes no sum.
-        const float32x4_t bias =
-            tile.bias ? load_some(args.bias_dtype, tile.bias, column, count) : vdupq_n_f32(-0.0f);
+        const float32x4_t bias = tile.bias ? load_some(args.bias_dtype, tile.bias, column, count) : vdupq_n_f32(-0.0f);
         float32x4_t scale = vdupq_n_f32(1);
         if (kInteger)
             scale = load_scales(tile, tile.scales + in_panel / kPanelColumns * tile.scales_stride,

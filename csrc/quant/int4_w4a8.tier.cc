@@ -41,8 +41,7 @@ inline Int4Tile tile_at(const Context &context, const Rows &rows, size_t row, si
     tile.sums_stride = rows.lhs.sums_stride;
     tile.values = reinterpret_cast<const uint8_t *>(rows.rhs) + panel * packed.values_panel + step * kStepBytes;
     tile.values_stride = packed.values_panel;
-    tile.scales = rows.rhs + packed.scales + panel * packed.scales_panel +
-                  group * kPanelColumns * packed.scale_bytes;
+    tile.scales = rows.rhs + packed.scales + panel * packed.scales_panel + group * kPanelColumns * packed.scale_bytes;
     tile.scales_stride = packed.scales_panel;
     tile.zero_points = nullptr;
     tile.zero_points_stride = packed.zero_points_panel;
@@ -112,7 +111,8 @@ void run_block(const Context &context, const Rows &rows, const Range &panels) {
     float *partial = reinterpret_cast<float *>(context.own + context.layout.partial);
     for (size_t first = panels.begin; first < panels.end; first += kBlockPanels) {
         const size_t end = min_size(first + kBlockPanels, panels.end);
-        for (size_t step = 0; step < packed.steps; step += k_steps) {
+        // K = 0 is one empty block.
+        for (size_t step = 0; step == 0 || step < packed.steps; step += k_steps) {
             const size_t steps = min_size(k_steps, packed.steps - step);
             for (size_t panel = first; panel < end; ++panel) {
                 Int4Tile tile = tile_at(context, rows, 0, panel, step);
@@ -159,8 +159,8 @@ void run_expert(const Context &context, size_t expert, const Range &panels) {
     const size_t block = gather_rows_of(args.k), groups = context.packed.groups;
     Rows rows;
     rows.rhs = static_cast<const char *>(args.rhs) + expert * args.rhs_expert_stride;
-    rows.bias = args.bias ? static_cast<const char *>(args.bias) + expert * args.n * element_size(args.bias_dtype)
-                          : nullptr;
+    rows.bias =
+        args.bias ? static_cast<const char *>(args.bias) + expert * args.n * element_size(args.bias_dtype) : nullptr;
     for (size_t row = static_cast<size_t>(args.expert_start[expert]); row < end; row += rows.count) {
         rows.out = row;
         rows.count = min_size(block, end - row);
@@ -178,30 +178,6 @@ void run_expert(const Context &context, size_t expert, const Range &panels) {
         for (size_t r = 0; r < rows.count; ++r) copy_row(context.lhs, source(row + r), rows.lhs, r, args.k);
         if (rows.count % 2) clear_row(rows.lhs, rows.count, args.k);
         run_rows(context, rows, panels);
-    }
-}
-
-// Shares out (expert, panel) by what they cost: reading a panel is worth about 8 rows of products.
-void run_experts(const Context &context, uint32_t thread_index, uint32_t thread_count) {
-    const vac_int4_gemm_args &args = context.args;
-    const size_t panels = context.packed.panels;
-    const auto cost_of = [&](size_t e) {
-        const size_t rows = static_cast<size_t>(args.expert_start[e + 1] - args.expert_start[e]);
-        return rows == 0 ? size_t{0} : rows + 8;
-    };
-    size_t total = 0;
-    for (size_t e = 0; e < args.num_experts; ++e) total += cost_of(e);
-    const Range share_of_cost = share(total * panels, thread_index, thread_count);
-    size_t at = 0;
-    for (size_t e = 0; e < args.num_experts && at < share_of_cost.end; ++e) {
-        const size_t cost = cost_of(e), end = at + cost * panels;
-        if (cost != 0 && end > share_of_cost.begin) {
-            // A panel belongs to the thread in whose share it begins.
-            const size_t first = at >= share_of_cost.begin ? 0 : ceil_div(share_of_cost.begin - at, cost);
-            const size_t last = min_size(ceil_div(share_of_cost.end - at, cost), panels);
-            if (first < last) run_expert(context, e, {first, last});
-        }
-        at = end;
     }
 }
 
@@ -227,13 +203,11 @@ void int4_w4a8(const void *opaque, uint32_t thread_index, uint32_t thread_count)
     const Part part = args.num_experts ? Part{} : part_of_thread(args.m, args.n, thread_index, thread_count);
     if (!args.num_experts && (part.rows.size() == 0 || part.panels.size() == 0)) return;
     if (!args.lhs_quantized) quantize_pairs(args, 0, ceil_div(args.m, 2), lhs);
-    if (args.num_experts) return run_experts(context, thread_index, thread_count);
-    const Rows rows = {lhs,
-                       part.rows.begin,
-                       part.rows.size(),
-                       part.rows.begin,
-                       static_cast<const char *>(args.rhs),
-                       args.bias};
+    if (args.num_experts)
+        return share_experts(args, packed.panels, thread_index, thread_count,
+                             [&](size_t expert, const Range &panels) { run_expert(context, expert, panels); });
+    const Rows rows = {
+        lhs, part.rows.begin, part.rows.size(), part.rows.begin, static_cast<const char *>(args.rhs), args.bias};
     run_rows(context, rows, part.panels);
 }
 

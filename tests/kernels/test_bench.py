@@ -7,11 +7,14 @@ from vllm_arm_cpu import bench
 
 def test_cases_of_the_documents_exist() -> None:
     names = bench.all_cases()
-    for name in ("attn_q1_ctx512", "attn_q64_ctx256", "cache_write_64", "bf16_m1", "bf16_m64", "w8a8_m1"):
+    for name in ("attn_q1_ctx512", "attn_q64_ctx256", "cache_write_64", "bf16_m1", "bf16_m64", "w8a8_m1", "w4a8_m1"):
         assert name in names
 
 
-SOME = ("attn_q1_ctx512", "cache_write_1", "cache_write_1_int8", "bf16_m1", "rms_norm_1x4096", "w8a8_m1", "w8a8_moe_m1")
+SOME = (
+    *("attn_q1_ctx512", "cache_write_1", "cache_write_1_int8", "bf16_m1", "rms_norm_1x4096"),
+    *("w8a8_m1", "w8a8_moe_m1", "w4a8_g128_m16", "w4a8_kai_m1", "w4a8_moe_g128_m1", "w4a16_m4"),
+)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -20,7 +20,7 @@ from vllm_arm_cpu.runtime import cpu, memory, preload
 TORCH = {
     "onednn": "3.12.0",
     "acl": True,
-    "kleidiai": True,
+    "kleidiai": {"library": "/torch/lib/libtorch_cpu.so", "missing": [], "features": ["dotprod"], "error": None},
     "openmp": ["/lib/libgomp.so.1"],
     "openmp_lse": {"/lib/libgomp.so.1": True},
     "allocators": ["/lib/libmimalloc.so"],

@@ -33,10 +33,11 @@ extern "C" {
 
 /* How values are handed to the packer. Without zero points VAC_INT4_S8 stands for itself, the others have 8. */
 enum vac_int4_format {
-    VAC_INT4_S8 = 0,     /* int8 [n, k], -8 .. 7 */
-    VAC_INT4_U8 = 1,     /* uint8 [n, k], 0 .. 15 */
-    VAC_INT4_NIBBLES = 2 /* uint8 [n, (k + 1) / 2], 0 .. 15: even k in the low nibble, odd in the high one. int32 words
-                            of 8 values along k, lowest first (compressed-tensors' pack-quantized), are the same bytes */
+    VAC_INT4_S8 = 0, /* int8 [n, k], -8 .. 7 */
+    VAC_INT4_U8 = 1, /* uint8 [n, k], 0 .. 15 */
+    VAC_INT4_NIBBLES =
+        2 /* uint8 [n, (k + 1) / 2], 0 .. 15: even k in the low nibble, odd in the high one. int32 words
+             of 8 values along k, lowest first (compressed-tensors' pack-quantized), are the same bytes */
 };
 
 enum vac_int4_limits {
@@ -57,14 +58,14 @@ typedef struct vac_int4_rhs_pack_args {
     size_t n;
     size_t k;
     size_t group;
-    const void *rhs;    /* values, n rows */
-    size_t rhs_stride;  /* bytes from one row to the next */
-    const void *scales; /* [n, groups], groups = ceil(k / group) (1 for group = 0) */
-    size_t scale_stride; /* elements from one row of scales to the next */
+    const void *rhs;           /* values, n rows */
+    size_t rhs_stride;         /* bytes from one row to the next */
+    const void *scales;        /* [n, groups], groups = ceil(k / group) (1 for group = 0) */
+    size_t scale_stride;       /* elements from one row of scales to the next */
     const int8_t *zero_points; /* [n, groups] in the same terms as the values, or NULL; at most 8 away from 8 (from 0
                                   with VAC_INT4_S8), so 0 .. 16: GPTQ's "stored value plus one" fits */
-    size_t zero_point_stride; /* elements */
-    void *packed;             /* vac_int4_rhs_packed_size bytes, all written; align to 64 bytes for speed */
+    size_t zero_point_stride;  /* elements */
+    void *packed;              /* vac_int4_rhs_packed_size bytes, all written; align to 64 bytes for speed */
 } vac_int4_rhs_pack_args;
 
 /* Kernel; split over N as vac_int4_w4a8 splits a dense layer, so that a page is first touched by its reader. */
@@ -84,8 +85,7 @@ typedef struct vac_int4_rhs_unpack_args {
 } vac_int4_rhs_unpack_args;
 
 /* Kernel; split over N. */
-void vac_int4_rhs_unpack(const void *args /* vac_int4_rhs_unpack_args */, uint32_t thread_index,
-                         uint32_t thread_count);
+void vac_int4_rhs_unpack(const void *args /* vac_int4_rhs_unpack_args */, uint32_t thread_index, uint32_t thread_count);
 
 /* --- W4A8 and W4A16 ---------------------------------------------------------------------------------------------- */
 
@@ -113,8 +113,8 @@ typedef struct vac_int4_gemm_args {
     const void *bias; /* [n], or [num_experts, n] without gaps, or NULL */
     void *out;        /* [m or num_rows, n], row stride out_stride >= n; written */
     size_t out_stride;
-    void *workspace; /* *_workspace_size bytes, any alignment; written; not shared with an op that may run at the
-                        same time */
+    void *workspace;    /* *_workspace_size bytes, any alignment; written; not shared with an op that may run at the
+                           same time */
     size_t num_experts; /* 0: one layer, and what follows is ignored */
     size_t rhs_expert_stride;    /* bytes */
     size_t num_rows;             /* rows of out */
@@ -161,10 +161,9 @@ typedef void (*vac_kai_matmul_c32)(size_t m, size_t n, size_t k, size_t bl, cons
 typedef void (*vac_kai_rhs_pack_cx)(size_t num_groups, size_t n, size_t k, size_t nr, size_t kr, size_t sr,
                                     const uint8_t *rhs, const float *bias, const float *scale, void *packed,
                                     size_t extra_bytes, const void *params);
-typedef void (*vac_kai_rhs_pack_c32)(size_t num_groups, size_t n, size_t k, size_t nr, size_t kr, size_t sr,
-                                     size_t bl, const uint8_t *rhs, size_t rhs_stride_bytes, const float *bias,
-                                     const void *scale, size_t scale_stride_bytes, void *packed, size_t extra_bytes,
-                                     const void *params);
+typedef void (*vac_kai_rhs_pack_c32)(size_t num_groups, size_t n, size_t k, size_t nr, size_t kr, size_t sr, size_t bl,
+                                     const uint8_t *rhs, size_t rhs_stride_bytes, const float *bias, const void *scale,
+                                     size_t scale_stride_bytes, void *packed, size_t extra_bytes, const void *params);
 
 typedef struct vac_kai_int4 {
     vac_kai_lhs_pack lhs_pack_f32;
@@ -199,8 +198,8 @@ void vac_int4_kai_rhs_pack(const void *args /* vac_int4_kai_rhs_pack_args */, ui
 
 typedef struct vac_int4_kai_args {
     const vac_kai_int4 *kai;
-    int32_t dtype;     /* vac_dtype of lhs: any */
-    int32_t out_dtype; /* of out: any */
+    int32_t dtype;      /* vac_dtype of lhs: any */
+    int32_t out_dtype;  /* of out: any */
     int32_t lhs_packed; /* 1 if vac_int4_kai_lhs_pack ran before, with a barrier between; 0: every thread packs the
                            lhs for itself, for at most VAC_INT4_SELF_QUANTIZED_ROWS rows */
     size_t m;
