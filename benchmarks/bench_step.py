@@ -109,9 +109,15 @@ def measure(side: str, root: str, environ: dict[str, str], top: int) -> dict[int
     with tempfile.TemporaryDirectory() as directory:
         command = [f"{root}/usr/bin/python3", str(HERE / "run_steps.py"), side, directory]
         settings = {
-            **{"QEMU_CPU": QEMU_CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
-            **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "HOME": directory},
-            **{"VAC_LINEAR": "vac", "VAC_THREADS": "1"},
+            "QEMU_CPU": QEMU_CPU,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            "HOME": directory,
+            "VAC_LINEAR": "vac",
+            "VAC_THREADS": "1",
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VAC_")}
         printed, regions = armcost.run(command, root, env=inherited | settings | environ)

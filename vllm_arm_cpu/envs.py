@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     VAC_BIND: str | tuple[int, ...]
     VAC_BLOCK_UPSTREAM_OPS: bool
     VAC_CACHE_DIR: str
+    VAC_DECODER: bool
     VAC_HUGE_PAGES: bool
     VAC_LIBRARY_DIR: str | None
     VAC_LINEAR: str
@@ -259,6 +260,13 @@ VARIABLES: tuple[Variable, ...] = (
         "Kernels of the dense linear layers. auto: the fastest for each shape, measured at the first start; vac: this "
         "package's; onednn: vLLM's compiled operators, where they are installed; torch: what torch does by itself.",
         _parse_choice("auto", "vac", "onednn", "torch"),
+    ),
+    Variable(
+        "VAC_DECODER",
+        "1",
+        _BOOL,
+        "Run decoder layers of Llama's family as native op lists. 0: module by module, as vLLM wrote them.",
+        _parse_bool,
     ),
     Variable(
         "VAC_CACHE_DIR",

@@ -164,6 +164,7 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._lib = library.load()
         self._num_threads = self._lib.vac_max_threads()
+        self._plans, self._turn = [torch.empty(0, dtype=torch.int32)] * 2, 0
         self._args = ffi.new("vac_attention_plan_args *")
         self._args.num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
@@ -180,6 +181,14 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         windows = {getattr(layer.impl, "sliding_window", 0) for layer in layers.values()}
         return int(windows.pop()) if len(windows) == 1 else 0
+
+    def _plan_for(self, num_reqs: int) -> torch.Tensor:
+        """Room for a plan: two buffers in turn, so that a step's plan is whole until the step after the next one."""
+        self._turn ^= 1
+        size = self._lib.vac_attention_plan_size(num_reqs, self._num_threads) // 4
+        if self._plans[self._turn].numel() < size:
+            self._plans[self._turn] = torch.empty(2 * size, dtype=torch.int32)
+        return self._plans[self._turn]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -200,15 +209,11 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         block_table, slot_mapping, encoder_cache = common.block_table_tensor, common.slot_mapping, None
         if self._encoder_only:
             block_table, slot_mapping, encoder_cache = self._encoder_blocks(query_start_loc, seq_lens)
-        plan = torch.empty(
-            self._lib.vac_attention_plan_size(common.num_reqs, self._num_threads) // 4, dtype=torch.int32
-        )
+        plan = self._plan_for(common.num_reqs)
         args = self._args
         args.query_start_loc = ffi.cast("int32_t *", query_start_loc.data_ptr())
         args.seq_lens = ffi.cast("int32_t *", seq_lens.data_ptr())
-        args.request_causal = (
-            ffi.NULL if request_causal is None else ffi.cast("uint8_t *", request_causal.data_ptr())
-        )
+        args.request_causal = ffi.NULL if request_causal is None else ffi.cast("uint8_t *", request_causal.data_ptr())
         args.num_reqs, args.causal = common.num_reqs, causal
         status = self._lib.vac_attention_plan(args, ffi.cast("int32_t *", plan.data_ptr()), plan.numel() * 4)
         if status != 0:
@@ -339,6 +344,13 @@ class ArmAttentionImpl(AttentionImpl):
             args.sliding_window_ahead = self.sliding_window
             args.scale, args.softcap = self.scale, self.logits_soft_cap
         self._prepared_for = (kv_cache.data_ptr(), *kv_cache.shape)
+
+    def prepared(self, layer: Any, kv_cache: torch.Tensor, v_head_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The arguments of writing the cache and of attending, as far as they stay the same from step to step."""
+        if self._prepared_for != (kv_cache.data_ptr(), *kv_cache.shape):
+            self._prepare(layer, kv_cache, v_head_size, dtype)
+        write, attend = self._write_and_attend.args
+        return write, attend
 
     def forward(
         self,

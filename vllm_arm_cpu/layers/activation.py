@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 
 _call: Call | None = None
 
@@ -55,6 +58,23 @@ class ArmGeluAndMul(GeluAndMul):
         if _uses_torch(x):
             return self.forward_native(x)
         return activation_and_mul(x, "GELU_TANH" if self.approximate == "tanh" else "GELU")
+
+
+def kind(module: Any) -> str | None:
+    """The ``vac_activation`` of a gated activation layer, without its prefix; None where there is none."""
+    if type(module) is ArmSiluAndMul:
+        return "SILU"
+    if type(module) is ArmGeluAndMul:
+        return "GELU_TANH" if module.approximate == "tanh" else "GELU"
+    return None
+
+
+def add_activation(program: Program, activation: str, dtype: torch.dtype, tokens: Slot, x: Rows, d: int) -> None:
+    """Append ``x[:, :d] = activation(x[:, :d]) * x[:, d:]`` to a program: x [tokens, 2 d]."""
+    args = program.op("vac_silu_and_mul", "vac_silu_and_mul_args", num_tokens=tokens, d=d)
+    program.rows(args, "x", x, "x_token_stride")
+    program.rows(args, "out", x, "out_token_stride")
+    args.activation, args.dtype = getattr(library.load(), f"VAC_ACTIVATION_{activation}"), DTYPES[dtype]
 
 
 def register() -> None:

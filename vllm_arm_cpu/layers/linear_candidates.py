@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer, scratch
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 from vllm_arm_cpu.runtime import memory
 
 ORDER = ("vac", "onednn", "torch")
@@ -99,6 +100,22 @@ class PackedLinear:
         args.workspace = scratch.pointer(self._workspace_bytes)
         self._call.run()
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.n)
+
+    def program_workspace(self) -> int:
+        """Bytes of workspace that :meth:`add_to` wants, for any number of rows."""
+        return int(self._workspace_bytes)
+
+    def add_to(
+        self, program: Program, rows: Slot, x: Rows, out: Rows, bias: torch.Tensor | None, workspace: Slot
+    ) -> None:
+        """Append ``out = x @ weight.T + bias`` to a program: x [rows, K], out [rows, N] of the weight's dtype."""
+        args = program.op("vac_gemm", "vac_gemm_args", m=rows, workspace=workspace, bias=bias)
+        args.dtype = args.out_dtype = DTYPES[self.dtype]
+        args.bias_dtype = DTYPES[self.dtype if bias is None else bias.dtype]
+        args.n, args.k, args.rhs = self.n, self.k, pointer(self.packed)
+        program.keep(self.packed)
+        program.rows(args, "lhs", x, "lhs_stride")
+        program.rows(args, "out", out, "out_stride")
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the original weight, bit for bit: ids int32 or int64 [...] -> [..., K]."""

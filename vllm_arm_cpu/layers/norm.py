@@ -9,6 +9,7 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 
 _norm: Call | None = None
 _fused: Call | None = None
@@ -108,6 +109,46 @@ class ArmGemmaRMSNorm(GemmaRMSNorm):
         if _can_fuse(x, residual):
             return fused_add_rms_norm(x, residual, weight, self.variance_epsilon, plus_one=True)
         return self.forward_native(x, residual)
+
+
+def not_native(module: Any, dtype: torch.dtype) -> str | None:
+    """Why a norm cannot be an op of a program over ``dtype``, or None."""
+    if type(module) is not ArmRMSNorm:
+        return f"its norm is {type(module).__name__}"
+    if module.variance_size_override is not None or not (module.pass_weight and module.pass_weight_add):
+        return "a norm over a part of its input, or without a weight"
+    if dtype not in DTYPES or module.weight.dtype not in (dtype, torch.float32):
+        return f"a norm's weight is {module.weight.dtype}"
+    return None
+
+
+def add_norm(
+    program: Program,
+    module: Any,
+    dtype: torch.dtype,
+    tokens: Slot,
+    x: Rows,
+    out: Rows,
+    heads: int = 1,
+    residual: Rows | None = None,
+    barrier: bool = True,
+) -> None:
+    """Append ``out = norm(x)`` to a program, or with a residual ``residual += x; out = norm(residual)``.
+
+    x, out: [tokens, heads * size of the weight]; residual: [tokens, size]. ``out`` may be x.
+    """
+    weight = module.weight.data
+    size = weight.shape[0]
+    name = "vac_rms_norm" if residual is None else "vac_fused_add_rms_norm"
+    args = program.op(name, f"{name}_args", barrier, num_tokens=tokens, hidden_size=size, weight=weight)
+    args.eps = module.variance_epsilon
+    args.dtype, args.weight_dtype = DTYPES[dtype], DTYPES[weight.dtype]
+    program.rows(args, "x", x, "x_token_stride")
+    program.rows(args, "out", out, "out_token_stride")
+    if residual is None:
+        args.num_heads, args.x_head_stride, args.out_head_stride = heads, size, size
+    else:
+        program.rows(args, "residual", residual, "residual_token_stride")
 
 
 def register() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
 from vllm_arm_cpu.native.library import ffi
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 
 _call: Call | None = None
 
@@ -90,6 +93,40 @@ def forward_cpu(
         return native
     rotate(positions, query, key, self.head_size, cache, self.is_neox_style)
     return query, key
+
+
+def not_native(module: Any, dtype: torch.dtype) -> str | None:
+    """Why a rotary embedding cannot be an op of a program over ``dtype``, or None."""
+    if getattr(getattr(module, "_forward_method", None), "__func__", None) is not forward_cpu:
+        return f"its rotary embedding is {type(module).__name__}"
+    if _fp32_cache(module).dtype not in (torch.float32, dtype):
+        return f"its rotary table is {_fp32_cache(module).dtype}"
+    return None
+
+
+def add_rotary(
+    program: Program,
+    module: Any,
+    dtype: torch.dtype,
+    tokens: Slot,
+    positions: Slot,
+    query: Rows,
+    key: Rows,
+    heads: tuple[int, int],
+) -> None:
+    """Append the rotation of query [tokens, heads[0] * head_size] and key [tokens, heads[1] * head_size] to a program.
+
+    positions: address of int64 [tokens].
+    """
+    table = _fp32_cache(module)
+    args = program.op("vac_rotary", "vac_rotary_args", num_tokens=tokens, positions=positions, cos_sin_cache=table)
+    program.rows(args, "query", query, "query_token_stride")
+    program.rows(args, "key", key, "key_token_stride")
+    args.num_heads, args.num_kv_heads = heads
+    args.query_head_stride = args.key_head_stride = module.head_size
+    args.max_position, args.rot_dim = table.shape
+    args.is_neox_style = module.is_neox_style
+    args.dtype, args.cache_dtype = DTYPES[dtype], DTYPES[table.dtype]
 
 
 def register() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.runtime import memory
 
 
@@ -18,7 +19,9 @@ class ArmCpuModelRunner(CPUModelRunner):
     def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Allocate the KV cache in a huge-page arena whose pages are touched when first used."""
         with _zeros_from_arena():
-            return super().initialize_kv_cache_tensors(*args, **kwargs)
+            tensors = super().initialize_kv_cache_tensors(*args, **kwargs)
+        decoder.forget(self.get_model())
+        return tensors
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         """Nothing to do: our attention never reads a slot that was not written.

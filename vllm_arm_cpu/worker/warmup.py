@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from vllm.logger import init_logger
 
-from vllm_arm_cpu.layers import linear
+from vllm_arm_cpu.layers import decoder, linear
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.arm_cpu.warmup")
 
 
-def after_load(model: torch.nn.Module) -> None:
-    """Say which kernels serve the model's linear layers; each was chosen when its weight was packed."""
-    summary = linear.summary(model)
-    if summary is not None:
-        logger.info(summary)
+def after_load(model: torch.nn.Module, config: VllmConfig) -> None:
+    """Put decoder layers on their op lists, and say what serves the model.
+
+    The kernel of each linear layer was chosen when its weight was packed.
+    """
+    for summary in (linear.summary(model), decoder.install(model, config)):
+        if summary is not None:
+            logger.info(summary)
 
 
 def refuse_unpacked_reload(model: torch.nn.Module) -> None:

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from vllm_arm_cpu import compat, layers
 from vllm_arm_cpu.compat import checkpoint_pages, torch_threads
+from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.runtime import preload, threads, topology
 from vllm_arm_cpu.worker import warmup
@@ -64,9 +65,7 @@ class ArmCpuWorker(CPUWorker):
         self.topology = topology.read()
         self._affinity = os.sched_getaffinity(0)
         # CPUWorker's constructor calls into vllm._C; its base class does not.
-        Worker.__init__(
-            self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=is_driver_worker
-        )
+        Worker.__init__(self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=is_driver_worker)
         self.parallel_config.disable_custom_all_reduce = True
         self._check_memory()
 
@@ -142,7 +141,7 @@ class ArmCpuWorker(CPUWorker):
         """Load the weights, each into the form that its kernel reads."""
         with checkpoint_pages.released_once_read():
             super().load_model(load_dummy_weights=load_dummy_weights)
-        warmup.after_load(self.model_runner.get_model())
+        warmup.after_load(self.model_runner.get_model(), self.vllm_config)
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
@@ -156,6 +155,7 @@ class ArmCpuWorker(CPUWorker):
             warmup.refuse_unpacked_reload(self.model_runner.get_model())
         with checkpoint_pages.released_once_read():
             super().reload_weights(weights_iterator, weights_path, is_checkpoint_format)
+        decoder.forget(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what was asked for, or the rest of the share."""
