@@ -32,6 +32,7 @@ HEADERS = {
     "quant_int4.h",
     "quant_int8.h",
     "sampling.h",
+    "step.h",
     "threads.h",
 }
 

@@ -182,22 +182,43 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         windows = {getattr(layer.impl, "sliding_window", 0) for layer in layers.values()}
         return int(windows.pop()) if len(windows) == 1 else 0
 
-    def _plan_for(self, num_reqs: int) -> torch.Tensor:
-        """Room for a plan: two buffers in turn, so that a step's plan is whole until the step after the next one."""
-        self._turn ^= 1
-        size = self._lib.vac_attention_plan_size(num_reqs, self._num_threads) // 4
-        if self._plans[self._turn].numel() < size:
-            self._plans[self._turn] = torch.empty(2 * size, dtype=torch.int32)
-        return self._plans[self._turn]
+    def plan(
+        self,
+        num_reqs: int,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        causal: bool = True,
+        request_causal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Divide a step's attention: int32 [num_reqs + 1], int32 [num_reqs] and, where requests differ, uint8.
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> ArmAttentionMetadata:
-        """Plan the step's attention.
+        The plan lies in one of two buffers that are used in turn: it is whole until the step after the next one.
 
         Raises:
             KernelError: a batch that the kernels refuse (a bug, not bad input).
         """
+        self._turn ^= 1
+        plan = self._plans[self._turn]
+        size = self._lib.vac_attention_plan_size(num_reqs, self._num_threads)
+        if plan.numel() * 4 < size:
+            plan = self._plans[self._turn] = torch.empty(size // 2, dtype=torch.int32)
+        args = self._args
+        args.query_start_loc = ffi.cast("int32_t *", query_start_loc.data_ptr())
+        args.seq_lens = ffi.cast("int32_t *", seq_lens.data_ptr())
+        args.request_causal = ffi.NULL if request_causal is None else ffi.cast("uint8_t *", request_causal.data_ptr())
+        args.num_reqs, args.causal = num_reqs, causal
+        status = self._lib.vac_attention_plan(args, ffi.cast("int32_t *", plan.data_ptr()), plan.numel() * 4)
+        if status != 0:
+            raise KernelError(
+                f"vac_attention_plan refused a batch of {num_reqs} requests: query_start_loc "
+                f"{query_start_loc[: num_reqs + 1].tolist()}, seq_lens {seq_lens[:num_reqs].tolist()}"
+            )
+        return plan
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ArmAttentionMetadata:
+        """Plan the step's attention."""
         common = common_attn_metadata
         causal, request_causal = common.causal, None
         if isinstance(causal, torch.Tensor):
@@ -209,18 +230,7 @@ class ArmAttentionMetadataBuilder(AttentionMetadataBuilder[ArmAttentionMetadata]
         block_table, slot_mapping, encoder_cache = common.block_table_tensor, common.slot_mapping, None
         if self._encoder_only:
             block_table, slot_mapping, encoder_cache = self._encoder_blocks(query_start_loc, seq_lens)
-        plan = self._plan_for(common.num_reqs)
-        args = self._args
-        args.query_start_loc = ffi.cast("int32_t *", query_start_loc.data_ptr())
-        args.seq_lens = ffi.cast("int32_t *", seq_lens.data_ptr())
-        args.request_causal = ffi.NULL if request_causal is None else ffi.cast("uint8_t *", request_causal.data_ptr())
-        args.num_reqs, args.causal = common.num_reqs, causal
-        status = self._lib.vac_attention_plan(args, ffi.cast("int32_t *", plan.data_ptr()), plan.numel() * 4)
-        if status != 0:
-            raise KernelError(
-                f"vac_attention_plan refused a batch of {common.num_reqs} requests: query_start_loc "
-                f"{query_start_loc.tolist()}, seq_lens {seq_lens.tolist()}"
-            )
+        plan = self.plan(common.num_reqs, query_start_loc, seq_lens, bool(causal), request_causal)
         return ArmAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,

@@ -7,14 +7,59 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.runtime import memory
+from vllm_arm_cpu.worker.plain_step import PlainStep, obstacle
+
+logger = init_logger("vllm.arm_cpu.model_runner")
 
 
 class ArmCpuModelRunner(CPUModelRunner):
-    """vLLM's CPU model runner, less the work that our kernels make needless."""
+    """vLLM's CPU model runner, less the work that our kernels make needless.
+
+    Attributes:
+        plain: the short way through a step, where the configuration allows it.
+    """
+
+    plain: PlainStep | None = None
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache; only then it is known what a step has to do."""
+        super().initialize_kv_cache(*args, **kwargs)
+        reason = obstacle(self)
+        self.plain = PlainStep(self) if reason is None else None
+        logger.info("steps: %s", "the short way" if reason is None else f"vLLM's way, because of {reason}")
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """Run the model for a step, the short way where it can go."""
+        if self.plain is not None and self.plain.takes(scheduler_output):
+            return self.plain.run(scheduler_output)
+        return super().execute_model(scheduler_output, intermediate_tensors)
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Sample; a batch that wants the likeliest tokens and nothing else needs one kernel."""
+        wanted = self.input_batch.sampling_metadata
+        if (
+            self.plain is None
+            or not wanted.all_greedy
+            or wanted.max_num_logprobs is not None
+            or wanted.logprob_token_ids
+            or logits.dtype != torch.float32
+        ):
+            return super()._sample(logits, spec_decode_metadata)
+        logits = self.sampler.apply_logits_processors(logits, wanted, False)
+        return SamplerOutput(self.sampler.greedy_sample(logits).unsqueeze(-1), logprobs_tensors=None)
+
+    def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Put sampled tokens into the requests' state."""
+        done = self.plain.bookkeep(sampler_output) if self.plain is not None else None
+        if done is None:
+            done = super()._bookkeeping_sync(scheduler_output, sampler_output, *args, **kwargs)
+        return done
 
     def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Allocate the KV cache in a huge-page arena whose pages are touched when first used."""

@@ -157,6 +157,14 @@ class ArmCpuWorker(CPUWorker):
             super().reload_weights(weights_iterator, weights_path, is_checkpoint_format)
         decoder.forget(self.model_runner.get_model())
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run the model for a step, without looking after a pipeline and a profiler that are not there."""
+        plain = self.model_runner.plain
+        if plain is not None and self.profiler is None and plain.takes(scheduler_output):
+            with torch.inference_mode():
+                return plain.run(scheduler_output)
+        return super().execute_model(scheduler_output)
+
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what was asked for, or the rest of the share."""
         if self._should_warm_up_model():
