@@ -93,12 +93,27 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The same as the documents have it."""
+    cores = ("neoverse-v2", "neoverse-n2", "neoverse-v1")
+    names = " | ".join(f"{core[9:].upper()} | upstream | " for core in cores)
+    lines = [f"| case | {names} | instructions | bytes read |", "|---" * (3 + 3 * len(cores)) + "|"]
+    for name, ours in results.items():
+        cells = [f"`{name}`"]
+        for core in cores:
+            peer = ours.get("peer", {}).get(core)
+            cells += [f"**{ours[core]:,}**", *((f"{peer:,}", f"{peer / ours[core]:.2f}x") if peer else ("", ""))]
+        lines.append("| " + " | ".join([*cells, f"{ours['instructions']:,}", f"{ours['bytes_read']:,}"]) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="the Arm root file system")
     parser.add_argument("--site", required=True, help="where our wheel is installed")
     parser.add_argument("--packages", required=True, help="the Arm root's site-packages, with numpy, torch and vllm")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
     parser.add_argument("--no-peer", action="store_true", help="leave upstream out")
     parser.add_argument("cases", nargs="*", metavar="CASE")
     args = parser.parse_args()
@@ -123,7 +138,7 @@ def main() -> None:
             results[name]["peer"] = {"bytes_read": results[name]["bytes_read"]} | figures
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    print(markdown(results) if args.markdown else table(results))
 
 
 if __name__ == "__main__":
