@@ -21,7 +21,7 @@ struct Target {
     size_t residual_stride, out_stride;
 };
 
-// A tile, or the first of several one below the other: `rows` x (panels * 8) sums over one block of K.
+// A tile, the first of several below and beside it: `rows` x (panels * 8) sums over one block of K.
 struct Tile {
     const Target *target;
     const int8_t *const *lhs;  // first k of each pair of rows (SMMLA), of each row (SDOT)
@@ -97,13 +97,14 @@ inline void finish_panel(const Tile &tile, TileRows rows, const int32_t *sums, s
     }
 }
 
-// Finishes sums [count][columns] of the tile's rows first .. first + count, columns a multiple of 8, and writes them to
-// out; columns beyond N are left out.
-[[gnu::noinline]] void finish_rows(const Tile &tile, size_t first, size_t count, const int32_t *sums, size_t columns) {
+// Finishes sums [count][columns] of the tile's rows first .. first + count, from `column` of out on, columns a multiple
+// of 8, and writes them to out; columns beyond N are left out.
+[[gnu::noinline]] void finish_rows(const Tile &tile, size_t first, size_t count, size_t column, const int32_t *sums,
+                                   size_t columns) {
     const TileRows rows = {first, count};
     const Target &target = *tile.target;
-    for (size_t c = 0; c < columns && tile.column + c < target.n; c += kPanelColumns) {
-        const size_t column = tile.column + c, wide = min_size(kPanelColumns, target.n - column);
+    for (size_t c = 0; c < columns && column < target.n; c += kPanelColumns, column += kPanelColumns) {
+        const size_t wide = min_size(kPanelColumns, target.n - column);
         const F32x8 bias = load_bias(target, column, wide);
         with_dtype(target.out_dtype, [&](auto type) {
             using Type = decltype(type);

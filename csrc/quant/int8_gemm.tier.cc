@@ -33,7 +33,7 @@ struct RowBlock {
 
 void run_panels(const Target &target, const RowBlock &block, const int8_t *weight, size_t panel_stride, Range panels,
                 Range k, size_t lhs_offset, bool last, int32_t *partial) {
-    const size_t tiles = ceil_div(block.rows, kTileRows), full = block.rows / kTileRows;
+    const size_t full = block.rows / kTileRows;
     Tile tile;
     tile.target = &target;
     tile.rhs_stride = panel_stride;
@@ -41,37 +41,42 @@ void run_panels(const Target &target, const RowBlock &block, const int8_t *weigh
     tile.k = k.end - k.begin;
     tile.first = k.begin == 0;
     tile.last = last;
-    const bool plain = last && target.plain && !block.zero_points;
-    const auto plain_up_to = [&](size_t panel) { return plain && panel * kPanelColumns <= target.n; };
-    const auto put_rows = [&](size_t first, size_t count) {
-        tile.rows = count;
+    // Partial sums: the full tiles of each panel, then the last tile of each, side by side for groups of panels.
+    constexpr size_t kSums = kTileRows * kPanelColumns;
+    int32_t *tail_partial = partial + (panels.end - panels.begin) * full * kSums;
+    // Complete panels can end without a look at what there is to add.
+    const size_t plain_panels = last && target.plain && !block.zero_points ? target.n / kPanelColumns : 0;
+    // Tiles of `rows` rows from `first` on, `wide` panels at a time.
+    const auto run_range = [&](Range range, size_t first, size_t rows, size_t count, size_t wide, int32_t *sums) {
+        tile.rows = rows;
         tile.row = block.row + first;
         tile.lhs = block.units + first / kUnitRows;
         tile.row_scales = block.scales + first;
         tile.zero_points = block.zero_points ? block.zero_points + first : nullptr;
+        const auto run_groups = [&](size_t taken, size_t groups, bool plain) {
+            if (taken == 0 || groups == 0) return;
+            tile.rhs = weight + range.begin * panel_stride + k.begin * kPanelColumns;
+            tile.column = range.begin * kPanelColumns;
+            tile.partial = sums + (range.begin - panels.begin) * count * kSums;
+            run(tile, taken, count, groups, plain);
+            range.begin += taken * groups;
+        };
+        // No division where a group is all there is: it would cost as much as a step of the tile.
+        const auto in_groups = [&](size_t number) { return number == wide ? 1 : number / wide; };
+        const size_t plain_end = min_size(range.end, plain_panels);
+        if (plain_end > range.begin) run_groups(wide, in_groups(plain_end - range.begin), true);
+        if (range.begin == range.end) return;
+        run_groups(wide, in_groups(range.end - range.begin), false);
+        run_groups(range.end - range.begin, 1, range.end <= plain_panels);
     };
-    size_t group = tiles == full ? kFullPanels : tail_panels(block.rows - full * kTileRows);
-    if (full && kFullPanels > 1) group = kFullPanels;
-    // Partial sums: the full tiles of each panel, then the last tile of each, side by side for groups of panels.
-    constexpr size_t kSums = kTileRows * kPanelColumns;
-    int32_t *tail_partial = partial + (panels.end - panels.begin) * full * kSums;
-    for (size_t panel = panels.begin; panel < panels.end; panel += group) {
-        const size_t count = min_size(group, panels.end - panel);
-        const int8_t *rhs = weight + panel * panel_stride + k.begin * kPanelColumns;
-        if (full) put_rows(0, kTileRows);
-        for (size_t p = 0; p < count && full; p += kFullPanels) {
-            const size_t wide = min_size(kFullPanels, count - p);
-            tile.rhs = rhs + p * panel_stride;
-            tile.column = (panel + p) * kPanelColumns;
-            tile.partial = partial + (panel + p - panels.begin) * full * kSums;
-            run(tile, wide, full, plain_up_to(panel + p + wide));
-        }
-        if (full == tiles) continue;
-        tile.rhs = rhs;
-        tile.column = panel * kPanelColumns;
-        tile.partial = tail_partial + (panel - panels.begin) * kSums;
-        put_rows(full * kTileRows, block.rows - full * kTileRows);
-        run(tile, count, 1, plain_up_to(panel + count));
+    // Panels are read for the full tiles and for the last one while they are in L1: 48 KiB of them at most.
+    const size_t tail = block.rows - full * kTileRows, tail_wide = tail ? tail_panels(tail) : kFullPanels;
+    const size_t wide = full && kFullPanels > 1 ? kFullPanels : tail_wide;
+    const size_t step = full && tail ? (2 * wide * tile.k <= 6144 ? 2 * wide : wide) : panels.end - panels.begin;
+    for (size_t panel = panels.begin; panel < panels.end; panel += step) {
+        const Range range = {panel, min_size(panel + step, panels.end)};
+        if (full) run_range(range, 0, kTileRows, full, kFullPanels, partial);
+        if (tail) run_range(range, full * kTileRows, tail, 1, wide, tail_partial);
     }
 }
 

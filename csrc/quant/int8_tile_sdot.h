@@ -51,7 +51,7 @@ void run_tile(const Tile &tile) {
     for (int r = 0; r < R; ++r) {
         for (int c = 0; c < 2 * P; ++c) vst1q_s32(rows[r] + 4 * c, sums[r][c]);
     }
-    finish_rows(tile, 0, R, rows[0], 8 * P);
+    finish_rows(tile, 0, R, tile.column, rows[0], 8 * P);
 }
 
 using TileKernel = void (*)(const Tile &);
@@ -65,17 +65,22 @@ constexpr TileKernel kTiles[4][4] = {
 
 inline size_t tail_panels(size_t rows) { return rows <= 2 ? 4 : 3; }
 
-// `count` tiles of tile.rows one below the other, 4 rows at a time, the last ones fewer: the panels stay in L1.
-inline void run(const Tile &tile, size_t panels, size_t count, bool) {
+// `groups` groups of `panels` panels, and of each `count` tiles of tile.rows one below the other: 4 rows at a time, the
+// last ones fewer, while the panels stay in L1.
+inline void run(const Tile &tile, size_t panels, size_t count, size_t groups, bool) {
     Tile part = tile;
-    for (size_t row = 0; row < count * tile.rows; row += part.rows) {
-        part.rows = min_size(tile.rows - row % tile.rows, 4);
-        part.row = tile.row + row;
-        part.lhs = tile.lhs + row;
-        part.row_scales = tile.row_scales + row;
-        if (tile.zero_points) part.zero_points = tile.zero_points + row;
-        part.partial = tile.partial + row * panels * kPanelColumns;
-        kTiles[part.rows - 1][panels - 1](part);
+    for (size_t group = 0; group < groups; ++group) {
+        for (size_t row = 0; row < count * tile.rows; row += part.rows) {
+            part.rows = min_size(tile.rows - row % tile.rows, 4);
+            part.row = tile.row + row;
+            part.lhs = tile.lhs + row;
+            part.row_scales = tile.row_scales + row;
+            if (tile.zero_points) part.zero_points = tile.zero_points + row;
+            part.partial = tile.partial + (group * count * kTileRows + row) * panels * kPanelColumns;
+            kTiles[part.rows - 1][panels - 1](part);
+        }
+        part.rhs += panels * tile.rhs_stride;
+        part.column += panels * kPanelColumns;
     }
 }
 

@@ -35,26 +35,22 @@ inline uint32x4_t bf16_pairs(float32x4_t low, float32x4_t high) {
     return vreinterpretq_u32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high));
 }
 
-// Inlined, or the sums would live in memory.
-template <int R, int P, bool kBias>
+// Scales, BF16 and nothing else. Inlined, or the sums would live in memory.
+template <int R, int P>
 [[gnu::always_inline]] inline void write_bf16(const Tile &tile, const int32x4_t (&sums)[R][4 * P], size_t row,
-                                              const float *tile_scales) {
+                                              size_t column, size_t first) {
     const Target &target = *tile.target;
     const size_t stride = target.out_stride;
-    for (int p = 0; p < P; ++p) {
-        const size_t column = tile.column + p * kPanelColumns;
-        float32x4_t scales[4], bias[4];
+    for (int p = 0; p < P; ++p, column += kPanelColumns) {
+        float32x4_t scales[4];
         column_pairs(F32::load(target.scales + column), scales);
-        if (kBias) column_pairs(load_bias(target, column, kPanelColumns), bias);
         uint16_t *out = static_cast<uint16_t *>(target.out) + row * stride + column;
         for (int r = 0; r < R; ++r, out += 2 * stride) {
-            const float32x2_t s = vld1_f32(tile_scales + 2 * r);
+            const float32x2_t s = vld1_f32(tile.row_scales + first + 2 * r);
             const float32x4_t row_scales = vcombine_f32(vdup_lane_f32(s, 0), vdup_lane_f32(s, 1));
             float32x4_t v[4];
-            for (int c = 0; c < 4; ++c) {
-                const float32x4_t scaled = vmulq_f32(vcvtq_f32_s32(sums[r][4 * p + c]), row_scales);
-                v[c] = kBias ? vfmaq_f32(bias[c], scaled, scales[c]) : vmulq_f32(scaled, scales[c]);
-            }
+            for (int c = 0; c < 4; ++c)
+                v[c] = vmulq_f32(vmulq_f32(vcvtq_f32_s32(sums[r][4 * p + c]), row_scales), scales[c]);
             const uint32x4_t left = bf16_pairs(v[0], v[1]), right = bf16_pairs(v[2], v[3]);
             vst1q_u16(out, vreinterpretq_u16_u32(vuzp1q_u32(left, right)));
             // Only the last pair of a tile can lack its second row.
@@ -71,13 +67,25 @@ inline int32x4_t second_row(int32x4_t c01, int32x4_t c23) {
     return vreinterpretq_s32_s64(vzip2q_s64(vreinterpretq_s64_s32(c01), vreinterpretq_s64_s32(c23)));
 }
 
-template <int R, int P>
-[[gnu::always_inline]] inline void write_out(const Tile &tile, const int32x4_t (&sums)[R][4 * P], size_t row,
-                                             size_t first) {
+// The same of a lone row: the upper halves of the sums are nothing.
+template <int P>
+[[gnu::always_inline]] inline void write_bf16_row(const Tile &tile, const int32x4_t (&sums)[1][4 * P], size_t row,
+                                                  size_t column, size_t first) {
     const Target &target = *tile.target;
-    if (target.out_dtype == VAC_BF16 && !target.residual && !tile.zero_points && !target.wide &&
-        tile.column + P * kPanelColumns <= target.n)
-        return write_bf16<R, P, true>(tile, sums, row, tile.row_scales + first);
+    uint16_t *out = static_cast<uint16_t *>(target.out) + row * target.out_stride + column;
+    const float32x4_t row_scale = vld1q_dup_f32(tile.row_scales + first);
+    for (int p = 0; p < P; ++p) {
+        const F32x8 scales = F32::load(target.scales + column + 8 * p);
+        const F32x8 v = {vcvtq_f32_s32(first_row(sums[0][4 * p], sums[0][4 * p + 1])),
+                         vcvtq_f32_s32(first_row(sums[0][4 * p + 2], sums[0][4 * p + 3]))};
+        BF16::store(out + 8 * p, v * row_scale * scales);
+    }
+}
+
+// Everything else.
+template <int R, int P>
+[[gnu::always_inline]] inline void write_out(const Tile &tile, const int32x4_t (&sums)[R][4 * P], size_t column,
+                                             size_t first) {
     int32_t rows[2 * R][8 * P];
     for (int r = 0; r < R; ++r) {
         for (int c = 0; c < 2 * P; ++c) {
@@ -85,7 +93,7 @@ template <int R, int P>
             vst1q_s32(rows[2 * r + 1] + 4 * c, second_row(sums[r][2 * c], sums[r][2 * c + 1]));
         }
     }
-    finish_rows(tile, first, tile.rows, rows[0], 8 * P);
+    finish_rows(tile, first, tile.rows, column, rows[0], 8 * P);
 }
 
 // A lone row: an 8-byte load clears what would be the second one.
@@ -94,18 +102,20 @@ inline int8x16_t load_lhs(const int8_t *lhs) {
     return kLoneRow ? vcombine_s8(vld1_s8(lhs), vdup_n_s8(0)) : vld1q_s8(lhs);
 }
 
-// Runs `count` tiles one below the other, of the same panels. kPlain: the usual end, straight to BF16 without a bias,
-// follows the sums without a branch.
+// Runs `groups` groups of P panels, and of each `count` tiles one below the other. kPlain: the usual end, straight to
+// BF16 without zero points or a bias, follows the sums without a branch.
 template <int R, int P, bool kLoneRow, bool kPlain>
-void run_tiles(const Tile &tile, size_t count) {
-    constexpr size_t kLhsStep = 16, kRhsStep = 64, kSums = 16 * R * P;
-    const int8_t *const *units = tile.lhs;
+void run_tiles(const Tile &tile, size_t count, size_t groups) {
+    constexpr size_t kLhsStep = 16, kRhsStep = 64, kSums = kTileRows * kPanelColumns * P;
     int32_t *partial = tile.partial;
     int32x4_t sums[R][4 * P];
     for (int r = 0; r < R; ++r) {
         for (int c = 0; c < 4 * P; ++c) sums[r][c] = vdupq_n_s32(0);
     }
-    for (size_t i = 0; i < count; ++i, units += R, partial += kSums) {
+    const int8_t *panels = tile.rhs;
+    size_t column = tile.column, i = 0;
+    const int8_t *const *units = tile.lhs;
+    while (groups != 0) {
         if (!tile.first) {
             for (int r = 0; r < R; ++r) {
                 for (int c = 0; c < 4 * P; ++c) sums[r][c] = vld1q_s32(partial + 4 * (4 * P * r + c));
@@ -113,7 +123,7 @@ void run_tiles(const Tile &tile, size_t count) {
         }
         const int8_t *lhs[R], *rhs[P];
         for (int r = 0; r < R; ++r) lhs[r] = units[r] + tile.lhs_offset;
-        for (int p = 0; p < P; ++p) rhs[p] = tile.rhs + p * tile.rhs_stride;
+        for (int p = 0; p < P; ++p) rhs[p] = panels + p * tile.rhs_stride;
 
         // What the sums leave of the registers holds the operand with fewer vectors; the other one streams.
         const auto step = [&](size_t s) __attribute__((always_inline)) {
@@ -150,11 +160,13 @@ void run_tiles(const Tile &tile, size_t count) {
             for (int c = 0; c < 4 * P; ++c) asm volatile("" : "+w"(sums[r][c]));
         }
 
-        const size_t row = tile.row + i * 2 * R;
-        if constexpr (kPlain) {
-            write_bf16<R, P, false>(tile, sums, row, tile.row_scales + i * 2 * R);
+        const size_t first = i * 2 * R, row = tile.row + first;
+        if constexpr (kPlain && kLoneRow) {
+            write_bf16_row<P>(tile, sums, row, column, first);
+        } else if constexpr (kPlain) {
+            write_bf16<R, P>(tile, sums, row, column, first);
         } else if (tile.last) {
-            write_out<R, P>(tile, sums, row, i * 2 * R);
+            write_out<R, P>(tile, sums, column, first);
         } else {
             for (int r = 0; r < R; ++r) {
                 for (int c = 0; c < 4 * P; ++c) vst1q_s32(partial + 4 * (4 * P * r + c), sums[r][c]);
@@ -164,10 +176,18 @@ void run_tiles(const Tile &tile, size_t count) {
         for (int r = 0; r < R; ++r) {
             for (int c = 0; c < 4 * P; ++c) asm volatile("movi %0.2d, #0" : "=w"(sums[r][c]));
         }
+        partial += kSums;
+        units += R;
+        if (++i < count) continue;
+        i = 0;
+        units = tile.lhs;
+        panels += P * tile.rhs_stride;
+        column += P * kPanelColumns;
+        --groups;
     }
 }
 
-using TileKernel = void (*)(const Tile &, size_t count);
+using TileKernel = void (*)(const Tile &, size_t count, size_t groups);
 template <int R, int P, bool kLoneRow = false>
 constexpr TileKernel kEither[2] = {run_tiles<R, P, kLoneRow, false>, run_tiles<R, P, kLoneRow, true>};
 constexpr const TileKernel *kLoneRows[] = {kEither<1, 1, true>, kEither<1, 2, true>, kEither<1, 3, true>,
@@ -188,9 +208,10 @@ inline size_t tail_panels(size_t rows) {
     return panels[(rows - 1) / 2];
 }
 
-// `count` tiles of tile.rows one below the other. plain: all of out is BF16 without a bias.
-inline void run(const Tile &tile, size_t panels, size_t count, bool plain) {
-    (tile.rows == 1 ? kLoneRows : kTiles[(tile.rows - 1) / 2])[panels - 1][plain](tile, count);
+// `groups` groups of `panels` panels, and of each `count` tiles of tile.rows one below the other. plain: all of out is
+// BF16 without zero points or a bias.
+inline void run(const Tile &tile, size_t panels, size_t count, size_t groups, bool plain) {
+    (tile.rows == 1 ? kLoneRows : kTiles[(tile.rows - 1) / 2])[panels - 1][plain](tile, count, groups);
 }
 
 // A gathered block of rows, pair by pair, `stride` bytes apart: only the rows at from[0 .. rows) are read, bytes
