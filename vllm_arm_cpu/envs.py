@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     VAC_CACHE_DIR: str
     VAC_DECODER: bool
     VAC_HUGE_PAGES: bool
+    VAC_INT4: str
+    VAC_INT4_KERNEL: str
     VAC_LIBRARY_DIR: str | None
     VAC_LINEAR: str
+    VAC_LM_HEAD: str
     VAC_PLUGIN: bool
     VAC_PRELOAD: bool
     VAC_THREADS: int | None
@@ -105,6 +108,8 @@ def errors(environ: Mapping[str, str] | None = None) -> list[EnvError]:
             get(variable.name, environ)
         except EnvError as error:
             found.append(error)
+    if not found and (get("VAC_INT4", environ), get("VAC_INT4_KERNEL", environ)) == ("w4a16", "kleidiai"):
+        found.append(EnvError("VAC_INT4_KERNEL", "kleidiai", "auto or vac where VAC_INT4=w4a16"))
     return found
 
 
@@ -267,6 +272,30 @@ VARIABLES: tuple[Variable, ...] = (
         _BOOL,
         "Run decoder layers of Llama's family as native op lists. 0: module by module, as vLLM wrote them.",
         _parse_bool,
+    ),
+    Variable(
+        "VAC_INT4",
+        "w4a8",
+        "w4a8 or w4a16",
+        "How layers with 4-bit weights multiply, whatever the checkpoint was made for. w4a8: activations are rounded "
+        "to 8 bits, a scale for each token; w4a16: they stay as they are, slower and more exact.",
+        _parse_choice("w4a8", "w4a16"),
+    ),
+    Variable(
+        "VAC_INT4_KERNEL",
+        "auto",
+        "auto, vac or kleidiai (with VAC_INT4=w4a8)",
+        "Kernels of those layers. auto: the fastest for each shape, measured at the first start; vac: this package's; "
+        "kleidiai: KleidiAI's, out of torch's library.",
+        _parse_choice("auto", "vac", "kleidiai"),
+    ),
+    Variable(
+        "VAC_LM_HEAD",
+        "bf16",
+        "bf16 or int8",
+        "The output layer (lm_head). bf16: as in the checkpoint; int8: rounded to 8 bits when it is loaded, half the "
+        "memory traffic. A table that is tied to it stays as it is, for lookups.",
+        _parse_choice("bf16", "int8"),
     ),
     Variable(
         "VAC_CACHE_DIR",

@@ -16,9 +16,8 @@ from vllm_arm_cpu import envs
 from vllm_arm_cpu.runtime import preload, threads, topology
 
 if TYPE_CHECKING:
-    import argparse
-
     from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -58,12 +57,16 @@ class ArmCpuPlatform(CpuPlatform):
             logger.debug("vllm._C is not available: %s", error)
 
     @classmethod
-    def pre_register_and_update(cls, parser: argparse.ArgumentParser | None = None) -> None:
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """What must be in place before the command line is parsed, or a configuration made."""
         from vllm_arm_cpu.compat import kv_cache_dtype
 
         super().pre_register_and_update(parser)
         kv_cache_dtype.apply(parser)
+        if parser is None:
+            from vllm_arm_cpu import quantization
+
+            quantization.register_configs()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:

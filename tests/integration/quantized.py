@@ -1,4 +1,4 @@
-"""Quantized copies of the embedded checkpoint, made on the spot, and what their tensors mean by the formats' formulas."""
+"""Quantized copies of the embedded checkpoint, made on the spot, and what their tensors mean by formula."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch

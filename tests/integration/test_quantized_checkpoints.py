@@ -32,7 +32,7 @@ def weight(n: int = 64, k: int = 256) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_layer(name: str) -> None:
-    """By formula, a layer's weight is as close to the original as bits and groups allow; so finds the format's library."""
+    """By formula, a weight is as close to the original as bits and groups allow; the format's library agrees."""
     scheme, original = SCHEMES[name], weight()
     parts = script().quantize_layer("proj", original, scheme, (-1.5, 3.0))
     values = dequantize(scheme.method, parts)
@@ -51,8 +51,9 @@ def test_layer(name: str) -> None:
         converted = converter.process({f"proj.{part}": tensor for part, tensor in parts.items()})
         exact = {part.removeprefix("proj."): tensor for part, tensor in converted.items()}
         exact["weight_scale"] = exact["weight_scale"].double()
+        group = converter.create_config().config_groups["config_group_0"]
         decompress = BaseCompressor.get_value_from_registry("pack-quantized").decompress
-        assert np.array_equal(decompress(exact, converter.create_config().config_groups["config_group_0"])["weight"].numpy(), values)  # fmt: skip
+        assert np.array_equal(decompress(exact, group)["weight"].numpy(), values)
     else:
         # Symmetric: the zero point is 8, stored as 7.
         assert not scheme.symmetric or set(parts["qzeros"].unique().tolist()) == {0x77777777}

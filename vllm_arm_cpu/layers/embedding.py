@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
@@ -68,20 +69,21 @@ class ArmLogitsProcessor(LogitsProcessor):
         self, lm_head: VocabParallelEmbedding, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None
     ) -> torch.Tensor:
         """hidden_states [..., hidden] -> logits [..., vocab of this rank]."""
-        linear = getattr(lm_head, "cpu_linear", None)
+        linear: Any = getattr(lm_head, "cpu_linear", None)
         # Others do not call the layer's linear.
         plain = isinstance(lm_head.quant_method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
         if plain and isinstance(linear, PackOnFirstUse):
             linear = linear.pack()
         exact = self.head_dtype in (None, hidden_states.dtype, torch.float32)
-        if plain and exact and isinstance(linear, PackedLinear):
-            return linear.logits(hidden_states, embedding_bias)
+        if plain and exact and hasattr(linear, "logits"):
+            logits: torch.Tensor = linear.logits(hidden_states, embedding_bias)
+            return logits
         if self.head_dtype not in (None, hidden_states.dtype) and lm_head.weight.numel() == 0:
             raise ValueError(
                 f"head_dtype={self.head_dtype} with a {hidden_states.dtype} model: the kernel that holds lm_head has "
                 "no such output. VAC_LINEAR=vac gives float32, VAC_LINEAR=torch any"
             )
-        logits: torch.Tensor = super()._apply_head(lm_head, hidden_states, embedding_bias)
+        logits = super()._apply_head(lm_head, hidden_states, embedding_bias)
         return logits
 
 

@@ -22,9 +22,19 @@ from vllm_arm_cpu.layers import linear_candidates as candidates
 from vllm_arm_cpu.layers import linear_tuner as tuner
 from vllm_arm_cpu.layers.linear_candidates import LinearCall, OneDnnLinear, PackedLinear
 from vllm_arm_cpu.native import library
+from vllm_arm_cpu.native.call import DTYPES
 from vllm_arm_cpu.runtime import cpu, pages
 
-__all__ = ["PackOnFirstUse", "PackedLinear", "prepare_linear", "released", "share_weight", "summary"]
+__all__ = [
+    "PackOnFirstUse",
+    "PackedLinear",
+    "environment",
+    "prepare_linear",
+    "release",
+    "released",
+    "share_weight",
+    "summary",
+]
 
 logger = init_logger("vllm.arm_cpu.linear")
 
@@ -107,22 +117,57 @@ def summary(model: torch.nn.Module) -> str | None:
 
 
 def released(model: torch.nn.Module) -> list[str]:
-    """Names of the layers whose own parameter is empty because a kernel holds the weight."""
+    """Names of the layers whose own parameters are empty because a kernel holds the weight."""
     return [
-        name for name, module in model.named_modules() if "vac_choice" in module.__dict__ and module.weight.numel() == 0
+        name
+        for name, module in model.named_modules()
+        if "vac_choice" in module.__dict__ and any(p.numel() == 0 for p in module.parameters(recurse=False))
     ]
 
 
+def release(parameter: torch.nn.Parameter, name: str, otherwise: str = "") -> None:
+    """Free a weight that was packed; the parameter stays, empty, where vLLM looks for it.
+
+    Args:
+        name: of its layer, for the error that loading into it gives.
+        otherwise: what else may be done then.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"the weight of {name} is packed and cannot be loaded into: use reload_weights(weights_iterator=...) or "
+            f"reload_weights(weights_path=...) of the worker, which pack again{otherwise}"
+        )
+
+    storage = parameter.data.untyped_storage()
+    parameter.data = torch.empty(0, dtype=parameter.dtype)
+    parameter.weight_loader = refuse
+    # Allocators keep what is freed for a while, in which several layers would come together.
+    if torch._C._storage_Use_Count(storage._cdata) == 1:
+        pages.release(storage.data_ptr(), storage.nbytes())
+
+
 def _nbytes(layer: torch.nn.Module) -> int:
-    held = layer.weight.numel() * layer.weight.element_size()
+    held = sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False) if p.ndim == 2)
     return int(getattr(layer.cpu_linear, "nbytes", 0) + held)
 
 
-def _assign(layers: list[torch.nn.Module], looked_up: bool) -> None:
+def _assign(layers: list[torch.nn.Module], looked_up: bool, is_head: bool = False) -> None:
     """Choose the kernel for layers that share one weight, and hand the weight to it."""
     layer = layers[0]
     parameter, weight, name = layer.weight, layer.weight.data, _name(layers)
     n, k = weight.shape
+    if is_head and envs.VAC_LM_HEAD == "int8" and weight.dtype in DTYPES:
+        from vllm_arm_cpu.quantization import w8a8
+
+        head = w8a8.Int8Head(weight, name)
+        for member in layers:
+            member.cpu_linear, member.vac_choice = head, (tuner.Shape("int8", n, k), w8a8.ONLY)
+        if not looked_up:
+            del weight
+            _release(parameter, name)
+            parameter.__dict__["vac_packed"] = layers
+        return
     shape = tuner.Shape(str(weight.dtype).removeprefix("torch."), n, k)
     mode = envs.VAC_LINEAR
     # Who forces oneDNN gets it, at the price of a table for the lookup beside it.
@@ -148,7 +193,7 @@ def _join(layer: torch.nn.Module) -> None:
     if not isinstance(layer.cpu_linear, PackedLinear) and not _is_head(layer):
         raise tuner.LinearKernelError(
             f"{_name([layer])} shares the weight of {_name(sharing)}, whose kernel cannot look up rows: "
-            "set VAC_LINEAR=vac"
+            "set VAC_LINEAR=vac and VAC_LM_HEAD=bf16"
         )
     sharing.append(layer)
     layer.vac_sharing_layers = sharing
@@ -163,7 +208,7 @@ def _is_head(layer: torch.nn.Module) -> bool:
 def _assign_shared(layer: torch.nn.Module) -> None:
     """One weight for all embedding layers and heads that share a parameter: lookup and lm_head read the same copy."""
     sharing = layer.vac_sharing_layers
-    _assign(sharing, looked_up=not all(map(_is_head, sharing)))
+    _assign(sharing, looked_up=not all(map(_is_head, sharing)), is_head=True)
 
 
 def _load_again(layer: torch.nn.Module) -> None:
@@ -173,7 +218,7 @@ def _load_again(layer: torch.nn.Module) -> None:
     the reload afterwards, and the new one's contents are copied into it.
     """
     linear = layer.cpu_linear
-    if not isinstance(linear, (PackedLinear, OneDnnLinear)):
+    if not hasattr(linear, "nbytes"):
         return  # It reads layer.weight when it is called.
     sharing = layer.__dict__.get("vac_sharing_layers", [layer])
     looked_up = not all(map(_is_head, sharing)) if len(sharing) > 1 else False
@@ -182,9 +227,7 @@ def _load_again(layer: torch.nn.Module) -> None:
         # Tied, but the new checkpoint has a weight for this layer, too: they are tied no more.
         sharing.remove(layer)
         layer.vac_sharing_layers = [layer]
-        layer.cpu_linear = candidates.make(
-            "vac" if isinstance(linear, PackedLinear) else "onednn", weight.data, _name([layer])
-        )
+        layer.cpu_linear = linear.another(weight.data, _name([layer]))
         released = True
     else:
         linear.load(weight.data)
@@ -193,20 +236,7 @@ def _load_again(layer: torch.nn.Module) -> None:
 
 
 def _release(parameter: torch.nn.Parameter, name: str) -> None:
-    """Free a weight that was packed; the parameter stays, empty, where vLLM looks for it."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"the weight of {name} is packed and cannot be loaded into: use reload_weights(weights_iterator=...) or "
-            "reload_weights(weights_path=...) of the worker, which pack again, or VAC_LINEAR=torch"
-        )
-
-    storage = parameter.data.untyped_storage()
-    parameter.data = torch.empty(0, dtype=parameter.dtype)
-    parameter.weight_loader = refuse
-    # Allocators keep what is freed for a while, in which several layers would come together.
-    if torch._C._storage_Use_Count(storage._cdata) == 1:
-        pages.release(storage.data_ptr(), storage.nbytes())
+    release(parameter, name, ", or VAC_LINEAR=torch")
 
 
 def _name(layers: list[torch.nn.Module]) -> str:
@@ -216,15 +246,18 @@ def _name(layers: list[torch.nn.Module]) -> str:
 
 @functools.lru_cache
 def _tuner(mode: str, cache_directory: str, num_threads: int) -> tuner.Tuner:
-    lib = library.load()
-    environment = (
+    return tuner.Tuner(candidates.ORDER, mode, tuner.ChoiceCache(Path(cache_directory), environment(num_threads)))
+
+
+def environment(num_threads: int) -> tuple[str, ...]:
+    """What else than the shape the time of a kernel depends on."""
+    return (
         cpu.detect().name,
-        cpu.TIERS[lib.vac_tier()],
+        cpu.TIERS[library.load().vac_tier()],
         f"{num_threads} threads",
         *(f"{package} {_version(package)}" for package in ("vllm-arm-cpu", "vllm")),
         f"torch {torch.__version__}",
     )
-    return tuner.Tuner(candidates.ORDER, mode, tuner.ChoiceCache(Path(cache_directory), environment))
 
 
 def _version(package: str) -> str:

@@ -51,7 +51,7 @@ class PackedLinear:
         # The size does not grow beyond a few hundred rows.
         self._workspace_bytes = lib.vac_gemm_workspace_size(code, 1 << 16, self.n, self.k, lib.vac_max_threads())
         self._gather: Call | None = None
-        self.handle = _register(self, name)
+        self.handle = register_handle(self, name)
 
     def load(self, weight: torch.Tensor) -> None:
         """Pack other values of the same shape and dtype over these; whoever shares the weight sees them."""
@@ -67,6 +67,10 @@ class PackedLinear:
         args.rhs, args.rhs_stride = pointer(weight), weight.stride(0)
         args.packed = pointer(self.packed)
         pack.run()
+
+    def another(self, weight: torch.Tensor, name: str) -> PackedLinear:
+        """One of the same kind for another weight."""
+        return PackedLinear(weight, name)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias``: x [..., K] -> [..., N] of x's dtype.
@@ -159,6 +163,10 @@ class OneDnnLinear:
 
         self._handler = ops.create_onednn_mm(weight.t(), 32)
 
+    def another(self, weight: torch.Tensor, name: str) -> OneDnnLinear:
+        """One of the same kind for another weight."""
+        return OneDnnLinear(weight)
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias``: x [..., K] -> [..., N]."""
         from vllm import _custom_ops as ops
@@ -211,11 +219,14 @@ def runner(name: str, weight: torch.Tensor) -> Callable[[int], None]:
     return run
 
 
-_by_handle: weakref.WeakValueDictionary[str, PackedLinear] = weakref.WeakValueDictionary()
+_by_handle: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def _register(linear: PackedLinear, name: str) -> str:
-    """A name that no other weight in memory has: a compiled graph holds names, not pointers."""
+def register_handle(linear: Any, name: str) -> str:
+    """A name that no other weight in memory has: a compiled graph holds names, not pointers.
+
+    ``linear`` has ``n`` and ``run(x, bias, out_dtype)``, as PackedLinear.
+    """
     handle, count = name, 1
     while handle in _by_handle:
         count += 1
@@ -225,8 +236,8 @@ def _register(linear: PackedLinear, name: str) -> str:
 
 
 def _linear(x: torch.Tensor, handle: str, bias: torch.Tensor | None) -> torch.Tensor:
-    linear = _by_handle[handle]
-    return linear.run(x, bias, linear.dtype)
+    result: torch.Tensor = _by_handle[handle].run(x, bias, x.dtype)
+    return result
 
 
 def _linear_fake(x: torch.Tensor, handle: str, bias: torch.Tensor | None) -> torch.Tensor:
@@ -234,7 +245,8 @@ def _linear_fake(x: torch.Tensor, handle: str, bias: torch.Tensor | None) -> tor
 
 
 def _embedding(ids: torch.Tensor, handle: str) -> torch.Tensor:
-    return _by_handle[handle].embedding(ids)
+    result: torch.Tensor = _by_handle[handle].embedding(ids)
+    return result
 
 
 def _embedding_fake(ids: torch.Tensor, handle: str) -> torch.Tensor:

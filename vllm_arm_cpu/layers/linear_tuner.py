@@ -195,6 +195,7 @@ class Tuner:
         forced: the only one to use, or ``auto``.
         cache: where measured choices are kept, or None.
         clock: seconds, monotonic.
+        setting: the variable that forces one, for errors.
     """
 
     def __init__(
@@ -203,7 +204,9 @@ class Tuner:
         forced: str = "auto",
         cache: ChoiceCache | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        setting: str = "VAC_LINEAR",
     ) -> None:
+        self._setting = setting
         self._candidates = tuple(candidates)
         self._forced = forced
         self._cache = cache
@@ -233,7 +236,7 @@ class Tuner:
             if self._forced not in possible:
                 reason = refused.get(self._forced, "there is no such kernel")
                 raise LinearKernelError(
-                    f"VAC_LINEAR={self._forced} cannot run the linear layer {layer}, {shape}: {reason}. "
+                    f"{self._setting}={self._forced} cannot run the linear layer {layer}, {shape}: {reason}. "
                     f"Possible here: auto, {', '.join(possible)}"
                 )
             return Choice(self._forced, {}, refused, "forced")

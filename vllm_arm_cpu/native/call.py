@@ -32,16 +32,19 @@ class Call:
 
     Args:
         ops: (kernel, struct type) pairs in the order of execution, such as
-            ``("vac_rms_norm", "vac_rms_norm_args")``. A barrier stands between
-            any two.
+            ``("vac_rms_norm", "vac_rms_norm_args")``; in the struct's place the
+            index of an earlier op whose struct is this one's, too. A barrier
+            stands between any two.
 
     Attributes:
         args: the argument structs, in the same order; fields are set between runs.
     """
 
-    def __init__(self, *ops: tuple[str, str]) -> None:
+    def __init__(self, *ops: tuple[str, str | int]) -> None:
         lib = library.load()
-        self.args: list[Any] = [ffi.new(f"{struct} *") for _, struct in ops]
+        self.args: list[Any] = []
+        for _, struct in ops:
+            self.args.append(self.args[struct] if isinstance(struct, int) else ffi.new(f"{struct} *"))
         self._ops = ffi.new("vac_op[]", len(ops))
         self._count = len(ops)
         self._names = [name for name, _ in ops]
@@ -51,9 +54,9 @@ class Call:
             self._ops[i].args = self.args[i]
             self._ops[i].flags = lib.VAC_OP_BARRIER_AFTER
 
-    def run(self, num_threads: int = 0) -> None:
-        """Run the list on ``num_threads`` threads (0: all of the OpenMP team)."""
-        if self._execute(self._ops, self._count, num_threads) != 0:
+    def run(self, num_threads: int = 0, first: int = 0) -> None:
+        """Run the list from op ``first`` on, on ``num_threads`` threads (0: all of the OpenMP team)."""
+        if self._execute(self._ops + first, self._count - first, num_threads) != 0:
             raise KernelError(f"this CPU cannot run {', '.join(self._names)}")
 
 

@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 
-from vllm_arm_cpu import compat, layers
+from vllm_arm_cpu import compat, layers, quantization
 from vllm_arm_cpu.compat import checkpoint_pages, torch_threads
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
@@ -61,6 +61,7 @@ class ArmCpuWorker(CPUWorker):
     ) -> None:
         # Before the model is built, in the process that builds it.
         layers.register()
+        quantization.register()
         compat.apply()
         self.topology = topology.read()
         self._affinity = os.sched_getaffinity(0)
