@@ -31,7 +31,7 @@ IGNORED = ("lm_head",)
 QUANTIZED = re.compile(r"^model\.layers\.\d+\.(?!.*mlp\.gate\.).*\.weight$")
 """Names of weights that are quantized if they are matrices: a router (``mlp.gate``) is not, nor what is no layer's."""
 
-CLIPPED = tuple(1 - 0.025 * step for step in range(11))
+CLIPPED = tuple(1 - 0.05 * step for step in range(5))
 """Shares of a group's largest value that are tried as the end of the range of four-bit values."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
