@@ -138,6 +138,35 @@ def test_checkpoint_pages() -> None:
     assert "madvise" not in iterator
 
 
+def test_awq_layout() -> None:
+    """vLLM's AWQ converts a layer before its kernel is asked, through a function that it looks up by name."""
+    awq = Source("model_executor/layers/quantization/auto_awq.py")
+    caller = awq.function("AutoAWQMarlinLinearMethod.process_weights_after_loading")
+    assert re.search(r"_convert_awq_to_standard_format\(.*\)\s+self\.kernel\.process_weights_after_loading", caller)
+    convert = "_convert_awq_to_standard_format"
+    from vllm_arm_cpu.compat import awq_layout
+
+    assert awq.parameters(convert) == own_parameters(awq_layout.convert)
+    # The whole layer as eight times as many int32.
+    assert "unpacked = qw.unsqueeze(-1) >> shifts & mask" in awq.function(convert)
+
+
+def test_int4_parameters() -> None:
+    """compressed-tensors' W4A8 has one parameter of int8 under two names."""
+    scheme = Source("model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a8_int.py")
+    create = scheme.function("CompressedTensorsW4A8Int.create_weights")
+    assert "input_size_per_partition, dtype=torch.int8)" in create
+    assert "layer.register_parameter('weight', weight)" in create
+    assert "layer.register_parameter('weight_packed', weight)" in create
+    chooser = Source("model_executor/layers/quantization/compressed_tensors/compressed_tensors.py")
+    assert "CompressedTensorsW4A8Int" in chooser.imports()
+    assert "CompressedTensorsW4A8Int(" in chooser.function("CompressedTensorsConfig._get_scheme_from_parts")
+    # These ask the parameter how to load, others do not.
+    layers = Source("model_executor/layers/linear.py")
+    for method in ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"):
+        assert re.search(r"param\.load_\w+_weight\(", layers.function(f"{method}.weight_loader_v2")), method
+
+
 def test_engine_shutdown() -> None:
     """SIGTERM is lost while an engine loads; and only ROCm's engines get time to end before they are killed."""
     utils = Source("v1/engine/utils.py")

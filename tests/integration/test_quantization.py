@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
-from tests.integration.engine import GOLDEN, MODEL, check_golden, engine, golden_prompts, greedy, worker
+from tests.integration.engine import GOLDEN, MODEL, ROOT, check_golden, engine, golden_prompts, greedy, worker
 from tests.integration.quantized import dequantized, layers, make
 from tests.integration.test_linear import copy_of
 from vllm_arm_cpu import quantization
@@ -32,13 +35,14 @@ from vllm_arm_cpu.quantization.w8a8 import Activations, ArmInt8LinearKernel, Int
 
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OURS, KLEIDIAI, W4A16 = {"VAC_INT4_KERNEL": "vac"}, {"VAC_INT4_KERNEL": "kleidiai"}, {"VAC_INT4": "w4a16"}
-SHORT, LONG = 192, GOLDEN["perplexity"]["window"]
+MIB = 1 << 20
+SHORT, LONG = 128, GOLDEN["perplexity"]["window"]
 """Tokens that a perplexity is taken of: a hundred take several seconds under emulation."""
 
 # Scheme, environment, class of the linear layers, how activations are rounded, what the perplexity may be above BF16's.
 CASES = [
     ("w8a8", {}, Int8Linear, "symmetric", 0.02),
-    ("w8a8-static-asymmetric", {}, Int8Linear, "static", 0.03),
+    ("w8a8-static-asymmetric", {}, Int8Linear, "static", 0.04),
     ("w4a8-group32", OURS, Int4Linear, "symmetric", 0.08),
     ("w4a8-packed-group128", KLEIDIAI, KleidiAILinear, "asymmetric", 0.15),
     ("w4a16-asymmetric-group64", W4A16, Int4Linear, "none", 0.10),
@@ -47,7 +51,7 @@ CASES = [
 ]
 MORE_CASES = [
     ("w8a8-asymmetric", {}, Int8Linear, "asymmetric", 0.02),
-    ("w8a8-static", {}, Int8Linear, "static", 0.03),
+    ("w8a8-static", {}, Int8Linear, "static", 0.04),
     ("w4a8-channel", OURS, Int4Linear, "symmetric", 0.30),
     ("w4a8-channel", KLEIDIAI, KleidiAILinear, "asymmetric", 0.30),
     ("w4a8-group64", OURS, Int4Linear, "symmetric", 0.12),
@@ -313,6 +317,72 @@ def test_reload(scheme: str, tmp_path: Path) -> None:
         assert all(after[name] is before[name] for name in before), "packed in place"
         with pytest.raises(ValueError, match=r"is_checkpoint_format=False.*packed"):
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter([]), "is_checkpoint_format": False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a8-group128", "awq-group128", "gptq-group128"])
+def test_int4_weights_are_in_memory_once(scheme: str, tmp_path: Path) -> None:
+    """Loading takes the packed model and about a layer, also where a checkpoint has a value in a byte."""
+    hidden, intermediate, vocabulary, blocks, group = 2048, 8192, 2048, 4, 128
+    config = json.loads((MODEL / "config.json").read_text())
+    config |= {"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocabulary}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": blocks}
+    shapes = {"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)}
+    shapes |= {"mlp.down_proj": (hidden, intermediate), "self_attn.o_proj": (hidden, hidden)}
+    shapes |= {f"self_attn.{part}_proj": (width, hidden) for part, width in (("q", hidden), ("k", 512), ("v", 512))}
+    dtype = torch.bfloat16 if scheme.startswith("w4a8") else torch.float16
+    ones = torch.ones(hidden, dtype=dtype)
+    tensors = {"model.embed_tokens.weight": torch.zeros(vocabulary, hidden, dtype=dtype), "model.norm.weight": ones}
+    generator = torch.Generator().manual_seed(0)
+    for block in range(blocks):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{block}.{name}.weight"] = ones.clone()
+        for name, (n, k) in shapes.items():
+            parts = random_int4(scheme, n, k, group, generator)
+            tensors |= {f"model.layers.{block}.{name}.{part}": tensor for part, tensor in parts.items()}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    template = json.loads((make(scheme, tmp_path / "small") / "config.json").read_text())
+    config |= {"quantization_config": template["quantization_config"], "dtype": str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(config))
+
+    command = [sys.executable, "-m", "tests.integration.load_memory", str(directory)]
+    environ = os.environ | {"VAC_LINEAR": "vac", "VAC_INT4_KERNEL": "vac"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=ROOT, env=environ)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    got = json.loads(done.stdout.splitlines()[-1])
+    # FP32 scales where they are FP16 in the checkpoint; zero points are bytes.
+    scale = 2 if scheme.startswith("w4a8") else 4
+    per_group = group / 2 + scale + (scheme.startswith("awq"))
+    packed_bytes = sum(n * k / group * per_group for n, k in shapes.values()) * blocks + 2 * vocabulary * hidden
+    layer = 2 * intermediate * hidden / group * per_group
+    peak, after = got["peak_anonymous"] - got["before_anonymous"], got["after"] - got["before"]
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    print(
+        f"{scheme}: checkpoint {stored / MIB:.0f} MiB, packed {packed_bytes / MIB:.0f}, largest layer {layer / MIB:.0f}; "
+        f"peak +{peak / MIB:.0f}, after loading +{after / MIB:.0f}"
+    )
+    assert after > 0.9 * packed_bytes
+    assert after < packed_bytes + 32 * MIB
+    # A layer as it was, and where its words have to be turned, once more.
+    assert peak < packed_bytes + 2 * layer + 32 * MIB
+
+
+def random_int4(scheme: str, n: int, k: int, group: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The tensors of one layer with values of no meaning."""
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+    groups = k // group
+    if scheme.startswith("w4a8"):
+        values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+        return {"weight": values, "weight_scale": torch.full((n, groups), 1e-3, dtype=torch.bfloat16)}
+    parts = {"scales": torch.full((groups, n), 1e-3, dtype=torch.float16), "qzeros": words(groups, n // 8)}
+    if scheme.startswith("awq"):
+        return parts | {"qweight": words(k, n // 8)}
+    return parts | {"qweight": words(k // 8, n), "g_idx": (torch.arange(k) // group).to(torch.int32)}
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 def apply() -> None:
     """Apply every patch; calling it again changes nothing."""
-    from vllm_arm_cpu.compat import awq_layout, linear_dispatch, sampler_ops
+    from vllm_arm_cpu.compat import awq_layout, int4_parameters, linear_dispatch, sampler_ops
 
     awq_layout.apply()
+    int4_parameters.apply()
     linear_dispatch.apply()
     sampler_ops.apply()

@@ -15,7 +15,8 @@ AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 GPTQ_ONE = 0x11111111
 """What is missing in each word of zero points in the first version of GPTQ's format."""
 
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 4 << 20
+"""Of a layer that are taken apart at a time: what is needed besides it is a few times that."""
 
 
 def nibbles_along_k(words: torch.Tensor, k_dim: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization import _CUSTOMIZED_METHOD_TO_QUANT_CONFIG, register_quantization_config
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
@@ -42,6 +42,7 @@ class ArmGPTQConfig(AutoGPTQConfig):
         return get_linear_quant_method(self, layer, prefix, ArmGPTQLinearMethod)
 
 
+@register_weight_loader_v2_supported_method
 class ArmGPTQLinearMethod(AutoGPTQLinearMethod):
     """vLLM's method for GPTQ's linear layers, with zero points or without."""
 

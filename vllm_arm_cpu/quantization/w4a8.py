@@ -322,10 +322,8 @@ class ArmInt4LinearKernel(MPLinearKernel):
         assign(layer, make(choice.winner, weight, name), shape, choice)
 
     def _values_name(self, layer: torch.nn.Module) -> str:
-        # vLLM registers one parameter of compressed-tensors' W4A8 under two names, of which a checkpoint has the first;
-        # a reload fills that only.
-        both = "weight" in layer._parameters and self.w_q_name == "weight_packed"
-        return "weight" if both else self.w_q_name
+        # The parameter of compressed-tensors' W4A8 is the checkpoint's; vLLM gives it another name besides.
+        return "weight" if "weight" in layer._parameters else self.w_q_name
 
     def _weight(self, layer: torch.nn.Module) -> Int4Weight:
         values, scales = getattr(layer, self._values_name(layer)), getattr(layer, self.w_s_name)
