@@ -360,8 +360,8 @@ def test_int4_weights_are_in_memory_once(scheme: str, tmp_path: Path) -> None:
     peak, after = got["peak_anonymous"] - got["before_anonymous"], got["after"] - got["before"]
     stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     print(
-        f"{scheme}: checkpoint {stored / MIB:.0f} MiB, packed {packed_bytes / MIB:.0f}, largest layer {layer / MIB:.0f}; "
-        f"peak +{peak / MIB:.0f}, after loading +{after / MIB:.0f}"
+        f"{scheme}: checkpoint {stored / MIB:.0f} MiB, packed {packed_bytes / MIB:.0f}, its largest layer "
+        f"{layer / MIB:.0f}; peak +{peak / MIB:.0f}, after loading +{after / MIB:.0f}"
     )
     assert after > 0.9 * packed_bytes
     assert after < packed_bytes + 32 * MIB
