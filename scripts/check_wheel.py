@@ -29,6 +29,7 @@ HEADERS = {
     "base.h",
     "elementwise.h",
     "gemm.h",
+    "moe.h",
     "quant_int4.h",
     "quant_int8.h",
     "sampling.h",

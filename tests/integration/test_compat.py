@@ -167,6 +167,22 @@ def test_int4_parameters() -> None:
         assert re.search(r"param\.load_\w+_weight\(", layers.function(f"{method}.weight_loader_v2")), method
 
 
+def test_moe_methods() -> None:
+    """The classes for experts are imported when a layer is made, and choose their kernel among vLLM's own."""
+    folder = "model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe"
+    choose = Source(f"{folder}/compressed_tensors_moe.py").function("CompressedTensorsMoEMethod.get_moe_method")
+    for scheme, select in (("w8a8", "select_int8_moe_backend"), ("w4a8", "select_w4a8_int8_moe_backend")):
+        name = f"CompressedTensors{scheme.upper()}Int8MoEMethod"
+        module = f"compressed_tensors_moe_{scheme}_int8"
+        assert re.search(rf"from \.{module} import {name}\s+return {name}\(", choose)
+        method = Source(f"{folder}/{module}.py")
+        assert f"{select}(" in method.function(f"{name}.__init__")
+        expected = ["self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"]
+        assert method.parameters(f"{name}.apply") == expected
+    oracle = Source("model_executor/layers/fused_moe/oracle/int8.py")
+    assert "current_platform" not in oracle.function("_get_priority_backends"), "it asks the platform: is that a hook?"
+
+
 def test_engine_shutdown() -> None:
     """SIGTERM is lost while an engine loads; and only ROCm's engines get time to end before they are killed."""
     utils = Source("v1/engine/utils.py")

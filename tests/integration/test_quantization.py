@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
+from vllm.model_executor import parameter
 from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
@@ -28,8 +29,9 @@ from tests.integration.engine import GOLDEN, MODEL, ROOT, check_golden, engine, 
 from tests.integration.quantized import dequantized, layers, make
 from tests.integration.test_linear import copy_of
 from vllm_arm_cpu import quantization
+from vllm_arm_cpu.compat import int4_parameters
 from vllm_arm_cpu.platform import upstream_ops_available
-from vllm_arm_cpu.quantization import packed
+from vllm_arm_cpu.quantization import formats, packed
 from vllm_arm_cpu.quantization.w4a8 import ArmInt4LinearKernel, Int4Linear, Int4Weight, KleidiAILinear
 from vllm_arm_cpu.quantization.w8a8 import Activations, ArmInt8LinearKernel, Int8Head, Int8Linear, round_weight
 
@@ -473,6 +475,39 @@ def test_int8_activations() -> None:
             linear.load(values, torch.ones(24), Activations(True, scale))
     with pytest.raises(ValueError, match=r"\[24, 80\] cannot be replaced by \[24, 79\]"):
         linear.load(values[:, 1:], torch.ones(24), Activations())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_int4_parameter_is_split_by_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks takes its rows, its columns, and its part of merged layers, two values to a byte."""
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 2)
+    values = torch.randint(-8, 8, (32, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+
+    def made(n: int, k: int) -> int4_parameters.NibbleParameter:
+        data = torch.zeros((n, k // 2), dtype=torch.uint8)
+        dims = {"input_dim": 1, "output_dim": 0, "packed_dim": 1, "packed_factor": 2}
+        return int4_parameters.NibbleParameter(data=data, weight_loader=None, **dims)
+
+    def check(param: torch.Tensor, mine: torch.Tensor) -> None:
+        assert torch.equal(param.data, formats.nibbles_of_int8(mine.contiguous()))
+
+    by_rows = made(16, 64)
+    by_rows.load_column_parallel_weight(values)
+    check(by_rows, values[16 * rank : 16 * rank + 16])
+    by_columns = made(32, 32)
+    by_columns.load_row_parallel_weight(values)
+    check(by_columns, values[:, 32 * rank : 32 * rank + 32])
+    merged = made(32, 64)
+    for shard in (0, 1):
+        merged.load_merged_column_weight(values, shard_id=shard, shard_offset=16 * shard, shard_size=16)
+    check(merged, values[16 * rank : 16 * rank + 16].repeat(2, 1))
+    qkv = made(16 + 8 + 8, 64)
+    for shard, offset, size in (("q", 0, 16), ("k", 16, 8), ("v", 24, 8)):
+        source = values if shard == "q" else values[:16]
+        qkv.load_qkv_weight(source, shard_id=shard, shard_offset=offset, shard_size=size, num_heads=1)
+    mine = values[8 * rank : 8 * rank + 8]
+    check(qkv, torch.cat([values[16 * rank : 16 * rank + 16], mine, mine]))
 
 
 def test_kernels_are_in_front() -> None:

@@ -21,6 +21,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert envs.VAC_THREADS is None
     assert envs.VAC_BIND == "auto"
     assert envs.VAC_LINEAR == "auto"
+    assert (envs.VAC_INT4, envs.VAC_INT4_KERNEL, envs.VAC_LM_HEAD) == ("w4a8", "auto", "bf16")
     assert envs.VAC_CACHE_DIR.endswith("/.cache/vllm-arm-cpu/tuning")
     assert envs.VAC_TIER == "auto"
     assert envs.VAC_LIBRARY_DIR is None
@@ -41,6 +42,9 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ("VAC_TIER", "dotprod", "dotprod"),
         ("VAC_LINEAR", "torch", "torch"),
         ("VAC_LINEAR", "onednn", "onednn"),
+        ("VAC_INT4", "w4a16", "w4a16"),
+        ("VAC_INT4_KERNEL", "kleidiai", "kleidiai"),
+        ("VAC_LM_HEAD", "int8", "int8"),
         ("VAC_CACHE_DIR", "/nonexistent/yet", "/nonexistent/yet"),
         ("VAC_LIBRARY_DIR", "/", "/"),
     ],
@@ -55,6 +59,9 @@ def test_values(monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: ob
     ("name", "text"),
     [
         ("VAC_PLUGIN", "maybe"),
+        ("VAC_INT4", "W4A8"),
+        ("VAC_INT4_KERNEL", "onednn"),
+        ("VAC_LM_HEAD", "int4"),
         ("VAC_PRELOAD", "2"),
         ("VAC_THREADS", "0"),
         ("VAC_THREADS", "-1"),
@@ -84,6 +91,13 @@ def test_nonsense_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str
     # It crosses process borders inside vLLM.
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
     assert [error.name for error in envs.errors()] == [name]
+
+
+def test_settings_that_exclude_each_other() -> None:
+    (error,) = envs.errors({"VAC_INT4": "w4a16", "VAC_INT4_KERNEL": "kleidiai"})
+    assert str(error) == "VAC_INT4_KERNEL='kleidiai' cannot be used; allowed: auto or vac where VAC_INT4=w4a16"
+    for kernel in ("auto", "vac"):
+        assert envs.errors({"VAC_INT4": "w4a16", "VAC_INT4_KERNEL": kernel}) == []
 
 
 def test_unknown_name_is_no_attribute() -> None:

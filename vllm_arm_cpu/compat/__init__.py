@@ -9,9 +9,10 @@ from __future__ import annotations
 
 def apply() -> None:
     """Apply every patch; calling it again changes nothing."""
-    from vllm_arm_cpu.compat import awq_layout, int4_parameters, linear_dispatch, sampler_ops
+    from vllm_arm_cpu.compat import awq_layout, int4_parameters, linear_dispatch, moe_methods, sampler_ops
 
     awq_layout.apply()
     int4_parameters.apply()
+    moe_methods.apply()
     linear_dispatch.apply()
     sampler_ops.apply()

@@ -74,7 +74,8 @@ def nibbles_of_int8(values: torch.Tensor) -> torch.Tensor:
     rows = max(1, _CHUNK_BYTES // max(k, 1))
     for start in range(0, n, rows):
         unsigned = (values[start : start + rows].view(torch.uint8) & 15) ^ 8
-        out[start : start + rows] = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
+        # Not by assignment: a reload of vLLM's counts the elements that are copied while a parameter loads.
+        torch.bitwise_or(unsigned[:, 0::2], unsigned[:, 1::2] << 4, out=out[start : start + rows])
     return out
 
 

@@ -92,10 +92,8 @@ def name_of(layer: torch.nn.Module) -> str:
     return getattr(layer, "prefix", "") or type(layer).__name__
 
 
-def assign(
-    layer: torch.nn.Module, made: QuantizedLinear, shape: linear_tuner.Shape, choice: linear_tuner.Choice
-) -> None:
-    """Give a layer its packed weight, where the table of kernels finds it, too."""
+def assign(layer: torch.nn.Module, made: Any, shape: linear_tuner.Shape, choice: linear_tuner.Choice) -> None:
+    """Give a layer its packed weights (with ``nbytes``), where the table of kernels finds them, too."""
     layer.cpu_linear, layer.vac_choice = made, (shape, choice)
 
 

@@ -1,0 +1,36 @@
+// Exports of the mixture-of-experts kernels, and the checks of their arguments.
+#include "vac/moe.h"
+
+#include "common/dispatch.h"
+
+VAC_DEFINE_KERNEL(moe_sort)
+VAC_DEFINE_KERNEL(moe_combine)
+
+namespace {
+
+bool known(int dtype) { return dtype == VAC_F32 || dtype == VAC_F16 || dtype == VAC_BF16; }
+
+int status(bool good) { return good ? VAC_OK : VAC_INVALID_ARGUMENT; }
+
+}  // namespace
+
+extern "C" {
+
+VAC_EXPORT int vac_moe_sort_check(const vac_moe_sort_args *args) {
+    const bool empty = args->num_tokens == 0 || args->top_k == 0;
+    const bool countable = empty || args->num_tokens <= INT32_MAX / args->top_k;
+    const bool pointers =
+        empty || (args->topk_ids != nullptr && args->row_index != nullptr && args->position != nullptr);
+    return status(args->expert_start != nullptr && args->topk_ids_stride >= args->top_k && countable && pointers);
+}
+
+VAC_EXPORT int vac_moe_combine_check(const vac_moe_combine_args *args) {
+    const bool strides = args->topk_weights_stride >= args->top_k && args->rows_stride >= args->hidden_size &&
+                         args->out_stride >= args->hidden_size;
+    const bool empty = args->num_tokens == 0 || args->hidden_size == 0;
+    const bool read =
+        args->top_k == 0 || (args->topk_weights != nullptr && args->position != nullptr && args->rows != nullptr);
+    return status(known(args->dtype) && known(args->out_dtype) && strides && (empty || (args->out != nullptr && read)));
+}
+
+}  // extern "C"

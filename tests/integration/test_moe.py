@@ -1,0 +1,178 @@
+"""Quantized mixture-of-experts models on our kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen3MoeConfig
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+from tests.integration.checkpoints import SIZES, random_model, save
+from tests.integration.engine import engine, greedy, worker
+from tests.integration.quantized import dequantized, make
+from tests.integration.test_quantization import rounded
+from vllm_arm_cpu.quantization import moe
+from vllm_arm_cpu.quantization.moe import Experts, Int4Experts, Int8Experts
+
+SIZE = {"num_experts": 8, "hidden": 96, "intermediate": 64}
+CONFIG = Qwen3MoeConfig(
+    **{**SIZES, "hidden_size": 256, "intermediate_size": 512},
+    head_dim=64,
+    moe_intermediate_size=128,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+)
+
+
+def some_experts(kind: str, biases: Any) -> tuple[Experts, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Experts with random weights, and the weights FP64 of both products that they stand for."""
+    generator = torch.Generator().manual_seed(0)
+    count, hidden, intermediate = SIZE.values()
+    if kind == "int8":
+        experts: Experts = Int8Experts(count, hidden, intermediate, biases)
+    else:
+        experts = Int4Experts(count, hidden, intermediate, 32, torch.bfloat16, biases)
+    exact = []
+    for expert in range(count):
+        weights = []
+        for product, (n, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
+            if kind == "int8":
+                values = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+                scales = (torch.rand(n, 1, generator=generator) + 0.5) / 1500
+            else:
+                values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+                scales = ((torch.rand(n, k // 32, generator=generator) + 0.5) / 100).to(torch.bfloat16)
+            experts.load(expert, product, values, scales)
+            weights.append(values.double() * scales.double().repeat_interleave(k // scales.shape[1], 1))
+        exact.append((weights[0], weights[1]))
+    return experts, exact
+
+
+def reference(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    exact: list[tuple[torch.Tensor, torch.Tensor]],
+    biases: Any,
+    rounding: str,
+) -> torch.Tensor:
+    """Token by token in FP64; what lies between the products has x's dtype."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].tolist(), ids[token].tolist(), strict=True):
+            first, second = exact[expert]
+            gates = rounded(x[token].float(), rounding, {}).double() @ first.T
+            if biases[0] is not None:
+                gates = gates + biases[0][expert].double()
+            gate, up = gates.to(x.dtype).double().chunk(2)
+            gated = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+            result = rounded(gated.float(), rounding, {}).double() @ second.T
+            if biases[1] is not None:
+                result = result + biases[1][expert].double()
+            out[token] += weight * result.to(x.dtype).double()
+    return out
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "w4a8", "w4a16"])
+def test_experts(kind: str, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens and many, in pieces, all experts or one; inputs with gaps."""
+    monkeypatch.setenv("VAC_INT4", "w4a16" if kind == "w4a16" else "w4a8")
+    monkeypatch.setattr(moe, "MAX_TOKENS", 16)
+    count, hidden, intermediate = SIZE.values()
+    generator = torch.Generator().manual_seed(1)
+    biases: Any = (None, None)
+    if with_bias:
+        biases = tuple(torch.randn(count, n, generator=generator) for n in (2 * intermediate, hidden))
+    experts, exact = some_experts(kind, biases)
+    rounding = "none" if kind == "w4a16" else "symmetric"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tokens, top_k in ((1, 2), (3, 8), (37, 3)):
+            x = torch.randn(tokens, hidden + 8, generator=generator).to(dtype)[:, 3 : hidden + 3]
+            ids = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)])
+            if tokens == 3:
+                ids = torch.full((tokens, 1), 5)
+            weights = torch.rand(ids.shape, generator=generator)
+            got = experts(x, weights, ids.to(torch.int32) if tokens == 37 else ids, MoEActivation.SILU)
+            expected = reference(x, weights, ids, exact, biases, rounding)
+            assert got.shape == x.shape and got.dtype == dtype
+            # Values in the middle go either way, at both roundings to eight bits; the gates are exact to the dtype.
+            allowed = (3e-5 if rounding == "symmetric" else 1e-6) + 4 * torch.finfo(dtype).eps ** 2
+            assert (got - expected).square().mean() < allowed * expected.square().mean()
+    nothing = torch.zeros(0, 2)
+    assert experts(torch.zeros(0, hidden), nothing, nothing.int(), MoEActivation.SILU).shape == (0, hidden)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A random Qwen3-MoE checkpoint with a tensor for each expert, and the model in FP32."""
+    model = random_model(CONFIG)
+    directory = save(model, tmp_path_factory.mktemp("qwen3"))
+    tensors = load_file(directory / "model.safetensors")
+    split = {}
+    for name, tensor in tensors.items():
+        layer, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for expert, weight in enumerate(tensor):
+                for part, half in zip(("gate", "up"), weight.chunk(2), strict=True):
+                    split[f"{layer}.{expert}.{part}_proj.weight"] = half.clone()
+        elif last == "down_proj":
+            split |= {f"{layer}.{expert}.down_proj.weight": weight.clone() for expert, weight in enumerate(tensor)}
+        else:
+            split[name] = tensor
+    assert sum("experts.7.down_proj.weight" in name for name in split) == 2
+    save_file(split, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory, model
+
+
+def experts_of(llm: LLM) -> dict[str, Any]:
+    modules = worker(llm).model_runner.get_model().named_modules()
+    found = {name: getattr(module, "cpu_linear", None) for name, module in modules}
+    return {name: made for name, made in found.items() if isinstance(made, Experts)}
+
+
+@pytest.mark.parametrize("scheme,kind", [("w8a8", Int8Experts), ("w4a8-group32", Int4Experts)])
+def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """The experts' weights are the checkpoint's, and the tokens as likely as the unquantized model finds them."""
+    source, original = qwen3
+    directory = make(scheme, tmp_path / scheme, source)
+    weights = dequantized(directory)
+    assert len(weights) == 2 * (4 + 3 * 8), "every expert is quantized, the router is not"
+    prompt = torch.randint(2, 512, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_batched_tokens": 64}
+    with engine(directory, {"VAC_INT4_KERNEL": "vac"}, **settings) as llm:
+        found = experts_of(llm)
+        assert {type(experts) for experts in found.values()} == {kind} and len(found) == 2
+        name, experts = next(iter(found.items()))
+        prefix = name.removesuffix(".routed_experts")
+        exact = [
+            (
+                torch.from_numpy(np.concatenate([weights[f"{prefix}.{e}.{part}_proj"] for part in ("gate", "up")])),
+                torch.from_numpy(weights[f"{prefix}.{e}.down_proj"]),
+            )
+            for e in range(8)
+        ]
+        x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
+        ids = torch.tensor([[0, 7], [1, 2], [3, 4], [5, 6], [7, 1]])
+        got = experts(x, torch.ones(5, 2), ids, MoEActivation.SILU)
+        expected = reference(x, torch.ones(5, 2), ids, exact, (None, None), "symmetric")
+        assert (got - expected).square().mean() < 1e-4 * expected.square().mean()
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        likely = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        assert len(greedy(llm, [prompt[:9]], 6)[0]) == 6
+    with torch.no_grad():
+        logprobs = original(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    difference = torch.tensor(likely) - logprobs[range(47), prompt[1:]]
+    print(f"{scheme}: logprobs differ from the unquantized FP32 model's by {difference.square().mean().sqrt():.3f}")
+    # Random weights spread the logits over a few units.
+    assert difference.square().mean().sqrt() < (0.15 if scheme == "w8a8" else 0.8)

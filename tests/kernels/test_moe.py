@@ -1,0 +1,138 @@
+"""Rows sorted by expert, and outputs added up by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.support import DTYPES, Guarded, decode, encode, ffi, guarded, kernel, lib, run
+
+THREADS = [1, 2, 3, 8]
+ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+
+
+def sort_args(ids: np.ndarray, experts: int, at_end: bool) -> tuple[object, dict[str, Guarded]]:
+    tokens, top_k = ids.shape
+    stride = top_k + 3
+    padded = np.full((tokens, stride), -7, dtype=ids.dtype)
+    padded[:, :top_k] = ids
+    memory = {
+        "topk_ids": guarded(padded.reshape(-1)[: max((tokens - 1) * stride + top_k, 0) if tokens else 0], at_end),
+        "expert_start": guarded(np.full(experts + 1, -9, dtype=np.int32), at_end),
+        "row_index": guarded(np.full(tokens * top_k, -9, dtype=np.int32), at_end),
+        "position": guarded(np.full(tokens * top_k, -9, dtype=np.int32), at_end),
+    }
+    args = ffi.new("vac_moe_sort_args *")
+    args.topk_ids = ffi.cast("void *", memory["topk_ids"].array.ctypes.data)
+    args.ids_are_int64 = ids.dtype == np.int64
+    args.num_tokens, args.top_k, args.topk_ids_stride, args.num_experts = tokens, top_k, stride, experts
+    for name in ("expert_start", "row_index", "position"):
+        setattr(args, name, ffi.cast("int32_t *", memory[name].array.ctypes.data))
+    return args, memory
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    "tokens,top_k,experts", [(0, 2, 4), (1, 1, 1), (1, 8, 128), (5, 2, 3), (67, 4, 17), (300, 6, 8)]
+)
+def test_sort(tokens: int, top_k: int, experts: int, dtype: type) -> None:
+    """A stable order by expert; ids that are none have no row."""
+    rng = np.random.default_rng(tokens)
+    for case, threads in enumerate(THREADS):
+        ids = rng.integers(-1 if case % 2 else 0, experts + case % 2, (tokens, top_k)).astype(dtype)
+        args, memory = sort_args(ids, experts, bool(case % 2))
+        assert lib.vac_moe_sort_check(args) == lib.VAC_OK
+        run(kernel("moe_sort"), args, threads)
+        flat = ids.reshape(-1)
+        entries = np.flatnonzero((flat >= 0) & (flat < experts))
+        order = entries[np.argsort(flat[entries], kind="stable")]
+        expected = np.full(flat.size, -1, dtype=np.int32)
+        expected[order] = np.arange(order.size)
+        start = np.concatenate([[0], np.cumsum(np.bincount(flat[entries], minlength=experts))])
+        assert np.array_equal(memory["expert_start"].array, start)
+        assert np.array_equal(memory["row_index"].array[: order.size], order // top_k)
+        assert (memory["row_index"].array[order.size :] == -9).all()
+        assert np.array_equal(memory["position"].array, expected)
+        for part in memory.values():
+            part.check()
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine(dtype: str, out_dtype: str) -> None:
+    """The weighted sum in FP32, rounded once; strides; entries without a row."""
+    rng = np.random.default_rng(3)
+    shapes = [(1, 1, 1), (1, 8, 257), (3, 2, 64), (7, 3, 100), (19, 4, 31), (2, 0, 9)]
+    for case, (tokens, top_k, hidden) in enumerate(shapes):
+        at_end, threads = bool(case % 2), THREADS[case % 4]
+        rows = encode(rng.standard_normal((max(tokens * top_k, 1), hidden + 5)).astype(np.float32), dtype)
+        weights = rng.random((tokens, top_k + 2)).astype(np.float32)
+        position = rng.permutation(tokens * top_k).astype(np.int32)
+        if case == 3:
+            position[4] = position[6] = position[7] = position[8] = -1
+        out_size = (tokens - 1) * (hidden + 3) + hidden
+        out = guarded(np.full(out_size, 0xFFFFFFFF if out_dtype == "f32" else 0xFFFF, dtype=_bits(out_dtype)), at_end)
+        memory = {
+            "rows": guarded(rows.reshape(-1)[: rows.size - 5], at_end),
+            "topk_weights": guarded(weights.reshape(-1)[: weights.size - 2], at_end),
+            "position": guarded(position, at_end),
+        }
+        args = ffi.new("vac_moe_combine_args *")
+        codes = {"f32": lib.VAC_F32, "f16": lib.VAC_F16, "bf16": lib.VAC_BF16}
+        args.dtype, args.out_dtype = codes[dtype], codes[out_dtype]
+        args.num_tokens, args.top_k, args.hidden_size = tokens, top_k, hidden
+        args.topk_weights = ffi.cast("float *", memory["topk_weights"].array.ctypes.data)
+        args.topk_weights_stride, args.rows_stride, args.out_stride = top_k + 2, hidden + 5, hidden + 3
+        args.position = ffi.cast("int32_t *", memory["position"].array.ctypes.data)
+        args.rows = ffi.cast("void *", memory["rows"].array.ctypes.data)
+        args.out = ffi.cast("void *", out.array.ctypes.data)
+        assert lib.vac_moe_combine_check(args) == lib.VAC_OK
+        run(kernel("moe_combine"), args, threads)
+        exact = np.zeros((tokens, hidden))
+        bound = np.zeros((tokens, hidden))
+        values = decode(rows, dtype)[:, :hidden].astype(np.float64)
+        for t in range(tokens):
+            for j in range(top_k):
+                if position[t * top_k + j] >= 0:
+                    term = weights[t, j].astype(np.float64) * values[position[t * top_k + j]]
+                    exact[t] += term
+                    bound[t] += np.abs(term)
+        flat = out.array
+        for t in range(tokens):
+            stored = flat[t * (hidden + 3) : t * (hidden + 3) + hidden].view(encode(np.zeros(1), out_dtype).dtype)
+            got = decode(stored, out_dtype).astype(np.float64)
+            allowed = ROUNDOFF[out_dtype] * 1.01 * np.abs(exact[t]) + (top_k + 1) * 2.0**-24 * bound[t] + 2.0**-25
+            assert (np.abs(got - exact[t]) <= allowed).all()
+            gap = flat[t * (hidden + 3) + hidden : (t + 1) * (hidden + 3)].view(np.uint8)
+            assert (gap == 0xFF).all(), "padding between rows was written"
+        for part in (out, *memory.values()):
+            part.check()
+
+
+def _bits(dtype: str) -> type:
+    return np.uint32 if dtype == "f32" else np.uint16
+
+
+def test_checks() -> None:
+    args, memory = sort_args(np.zeros((2, 2), dtype=np.int32), 3, True)
+    assert lib.vac_moe_sort_check(args) == lib.VAC_OK
+    bad = {"topk_ids_stride": 1, "expert_start": ffi.NULL, "row_index": ffi.NULL, "num_tokens": 1 << 31}
+    for name, value in bad.items():
+        old = getattr(args, name)
+        setattr(args, name, value)
+        assert lib.vac_moe_sort_check(args) == lib.VAC_INVALID_ARGUMENT, name
+        setattr(args, name, old)
+    combine = ffi.new("vac_moe_combine_args *")
+    weights = np.zeros(8, dtype=np.float32)
+    combine.num_tokens, combine.top_k, combine.hidden_size = 1, 1, 4
+    combine.topk_weights_stride, combine.rows_stride, combine.out_stride = 1, 4, 4
+    combine.topk_weights = ffi.cast("float *", weights.ctypes.data)
+    combine.rows = combine.out = ffi.cast("void *", weights.ctypes.data)
+    combine.position = ffi.cast("int32_t *", weights.ctypes.data)
+    assert lib.vac_moe_combine_check(combine) == lib.VAC_OK
+    for name, value in (("dtype", 7), ("out_dtype", -1), ("rows_stride", 3), ("out_stride", 3), ("out", ffi.NULL)):
+        old = getattr(combine, name)
+        setattr(combine, name, value)
+        assert lib.vac_moe_combine_check(combine) == lib.VAC_INVALID_ARGUMENT, name
+        setattr(combine, name, old)
+    assert len(memory) == 4
