@@ -348,6 +348,7 @@ NONSENSE = {
     "VAC_BIND": "first",
     "VAC_HUGE_PAGES": "big",
     "VAC_LINEAR": "quick",
+    "VAC_DECODER": "maybe",
     "VAC_INT4": "w4a4",
     "VAC_INT4_KERNEL": "onednn",
     "VAC_LM_HEAD": "fp8",
