@@ -17,7 +17,7 @@ MODEL ?= examples/tiny-llama
 PROMPT ?= In the beginning
 
 .PHONY: help env shell libs wheel sdist install demo doctor test test-fast test-unit test-kernels test-integration \
-	test-e2e test-slow bench-cost bench-step lint format clean
+	test-e2e test-upstream test-slow bench-cost bench-step lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -71,6 +71,9 @@ test-integration: install ## vLLM in one process, on both tiers
 
 test-e2e: install ## vllm serve over HTTP
 	@scripts/test.sh e2e
+
+test-upstream: install ## vLLM's own tests on our platform
+	@scripts/test.sh upstream
 
 test-slow: install ## what takes minutes beyond that
 	@scripts/test.sh slow

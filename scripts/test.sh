@@ -2,7 +2,7 @@
 # Runs the tests: what needs no Arm code on this machine, the rest on Arm, two
 # groups at a time. Each group has a time limit, a log in build/ and a line.
 #
-#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | slow
+#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | upstream | slow
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$PROJECT"
@@ -26,11 +26,24 @@ on_arm() {
     [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu "$1")
     scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE" "${@:2:$#-2}" python3 -m pytest -p no:cacheprovider -m "${MARKED:-not slow}" "${@: -1}"
 }
-export -f on_arm fail
+# vLLM's own tests of a suite (normal, whole) on Arm; tests/upstream says which and how.
+on_upstream() {
+    local suite=$1 cpu=() folder
+    shift
+    [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu neoverse-v2)
+    folder=$("$TOOLS/bin/python" scripts/fetch_vllm_tests.py "$VENV" "$BUILD") || return
+    "$TOOLS/bin/python" tests/upstream/hub.py "$BUILD/vllm-tests-hub"
+    # `tests` is vLLM's package here: ours is not on the path.
+    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE/tests/upstream" LD_PRELOAD="$INSIDE/build/upstream-shim.so" \
+        HF_HOME="$INSIDE/build/vllm-tests-hub" VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VAC_LINEAR=vac \
+        python3 -m pytest -p no:cacheprovider -p vac_upstream -c "$INSIDE/tests/upstream/pytest.ini" \
+        --rootdir "$INSIDE/build/${folder##*/}" --confcutdir "$INSIDE/build/${folder##*/}" --suite "$suite" "$@"
+}
+export -f on_arm on_upstream fail
 # Where arm.sh shows the clone.
 INSIDE=/src
 [ "$HOST_ARCH" != aarch64 ] || INSIDE=$PROJECT
-export HOST_ARCH INSIDE
+export HOST_ARCH INSIDE TOOLS VENV BUILD
 
 unit() { group unit 300 "$TOOLS/bin/python" -m pytest -p no:cacheprovider tests/unit; }
 # What only Arm code shows; and only its emulator: CPUs that are too old, instructions as they are executed.
@@ -50,9 +63,15 @@ integration_v2() {
 integration_n1() {
     group integration-n1 1500 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 tests/integration/test_generation.py'
 }
+# vLLM's own tests, on our platform and kernels.
+upstream() {
+    upstream_shim
+    group upstream 1500 bash -c 'on_upstream normal'
+}
 # What takes minutes beyond the normal suite.
 slow() {
     upstream_shim
+    group upstream-slow 3600 bash -c 'on_upstream whole'
     MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=1 tests/integration'
 }
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with
@@ -65,7 +84,7 @@ upstream_shim() {
 e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
-unit | emulation | kernels | e2e | slow) "$1" ;;
+unit | emulation | kernels | e2e | upstream | slow) "$1" ;;
 integration) integration_v2; integration_n1 ;;
 fast) unit; kernels ;;
 all)
@@ -76,7 +95,7 @@ all)
     integration_n1
     wait $first
     ;;
-*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, slow" ;;
+*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, upstream, slow" ;;
 esac
 # The counts of all groups together, for those who read the last line only.
 count() { cat "$BUILD"/test-*.log | grep -oE "^=+ .*=+$|^[0-9]+ (passed|failed|skipped).*" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'; }

@@ -1,0 +1,134 @@
+"""pytest plugin for vLLM's own tests: which of them run, on our platform and kernels.
+
+It lies on PYTHONPATH and is loaded with -p; whitelist.toml beside it says what
+runs and why the rest does not.
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vac_cpu_attention
+
+WHITELIST = tomllib.loads(Path(__file__).with_name("whitelist.toml").read_text())
+RUN = {entry["file"]: entry for entry in WHITELIST["run"]}
+EMULATED = "VAC_EMULATED_CPU" in os.environ
+_left_out: collections.Counter[str] = collections.Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--suite",
+        choices=("normal", "whole"),
+        default="whole",
+        help="the normal suite's cases, or all; under emulation no more than whitelist.toml says",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The platform under test must be ours: no test would notice another one."""
+    from vllm.platforms import current_platform
+
+    from vllm_arm_cpu import compat, layers
+    from vllm_arm_cpu.platform import ArmCpuPlatform
+
+    assert type(current_platform) is ArmCpuPlatform, f"vLLM runs on {type(current_platform).__name__}"
+    # What the worker does before it builds a model: layers and samplers that tests make are ours.
+    layers.register()
+    compat.apply()
+    vac_cpu_attention.install()
+    check_complete(config.rootpath)
+    if config.args_source != pytest.Config.ArgsSource.ARGS:
+        config.args = [str(config.rootpath / file) for file in RUN]
+
+
+def check_complete(root: Path) -> None:
+    """Each file in the folders that whitelist.toml covers is run, or left out with a reason; no entry is stale."""
+    files = {
+        str(path.relative_to(root)) for folder in WHITELIST["folders"] for path in (root / folder).rglob("test_*.py")
+    } | {file for file in RUN if (root / file).exists()}
+    patterns = [pattern for entry in WHITELIST["left_out"] for pattern in entry["files"]]
+    missing = sorted(file for file in files - set(RUN) if not any(fnmatch.fnmatch(file, p) for p in patterns))
+    stale = sorted({*RUN} - files) + [pattern for pattern in patterns if not fnmatch.filter(files, pattern)]
+    if missing or stale:
+        raise pytest.UsageError(
+            f"whitelist.toml does not say what becomes of {missing}, and names what vLLM no longer has: {stale}"
+        )
+
+
+def case_of(item: pytest.Item) -> tuple[str, str]:
+    """File and case of an item, such as ``("tests/v1/core/test_output.py", "test_a[1]")``."""
+    file, _, case = item.nodeid.partition("::")
+    return file[file.index("tests/") :] if "tests/" in file else file, case
+
+
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take out what whitelist.toml leaves out; each of its patterns must match something."""
+    suite = config.getoption("--suite")
+    patterns = {
+        (file, pattern): 0
+        for file, entry in RUN.items()
+        for pattern in (
+            *(left_out["cases"] for left_out in entry.get("left_out", ())),
+            *entry.get("normal", ()),
+            *entry.get("emulated", ()),
+            *entry.get("unskip", ()),
+        )
+    }
+
+    def matches(pattern: str) -> bool:
+        found = re.search(pattern, case) is not None
+        patterns[file, pattern] += found
+        return found
+
+    kept, dropped, files = [], [], set()
+    for item in items:
+        file, case = case_of(item)
+        if file not in RUN:
+            raise pytest.UsageError(f"{file} is not in whitelist.toml")
+        files.add(file)
+        entry = RUN[file]
+        reasons = [left_out["reason"] for left_out in entry.get("left_out", ()) if matches(left_out["cases"])]
+        normal = "normal" not in entry or any([matches(pattern) for pattern in entry["normal"]])
+        emulated = "emulated" not in entry or any([matches(pattern) for pattern in entry["emulated"]])
+        # No test makes an engine, and collecting its garbage takes a second and more under emulation.
+        item.add_marker("skip_global_cleanup")
+        if any([matches(pattern) for pattern in entry.get("unskip", ())]):
+            item.own_markers = [marker for marker in item.own_markers if marker.name != "skipif"]
+        if not reasons and suite == "whole" and EMULATED and not normal and not emulated:
+            reasons = ["takes too long under emulation: runs on an Arm machine"]
+        if reasons:
+            _left_out[f"{file}: {reasons[0]}"] += 1
+            dropped.append(item)
+        elif suite == "normal" and not normal:
+            dropped.append(item)
+        else:
+            kept.append(item)
+            vac_cpu_attention.prepare(item)
+    # A single case was asked for: the other patterns have nothing to match.
+    if not any("::" in argument for argument in config.args):
+        stale = [f"{file}: {pattern}" for (file, pattern), count in patterns.items() if not count and file in files]
+        if stale:
+            raise pytest.UsageError("patterns of whitelist.toml that match no case: " + "; ".join(stale))
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name what was left out, as skipped tests are named."""
+    for reason, count in sorted(_left_out.items()):
+        terminalreporter.write_line(f"LEFT OUT [{count}] {reason}")
+
+
+@pytest.fixture(autouse=True)
+def _forget_caches() -> Any:
+    """Caches of a test go with it."""
+    yield
+    vac_cpu_attention.forget()
