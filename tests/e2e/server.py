@@ -40,15 +40,18 @@ class Server:
         directory: for its log and its temporary files (TMPDIR).
         environ: on top of this process's environment.
         arguments: further arguments of ``vllm serve``.
+        model: the checkpoint that it serves.
     """
 
-    def __init__(self, directory: Path, environ: dict[str, str] | None = None, *arguments: str) -> None:
+    def __init__(
+        self, directory: Path, environ: dict[str, str] | None = None, *arguments: str, model: Path = MODEL
+    ) -> None:
         self.log_path = directory / "server.log"
         self.temporary = directory / "tmp"
         self.temporary.mkdir(parents=True)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = ["vllm", "serve", str(MODEL), "--served-model-name", MODEL_NAME]
+        self._command = ["vllm", "serve", str(model), "--served-model-name", MODEL_NAME]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "512"]
         self._command += ["--kv-cache-memory-bytes", str(64 << 20), *arguments]
         # A folder of its own shows what is left behind.

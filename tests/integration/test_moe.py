@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ def test_experts(kind: str, with_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """A random Qwen3-MoE checkpoint with a tensor for each expert, and the model in FP32."""
     model = random_model(CONFIG)
+    for block in model.model.layers:
+        # So that rounding does not often change which experts are the likeliest.
+        block.mlp.gate.weight.data *= 8
     directory = save(model, tmp_path_factory.mktemp("qwen3"))
     tensors = load_file(directory / "model.safetensors")
     split = {}
@@ -141,7 +145,7 @@ def experts_of(llm: LLM) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme,kind", [("w8a8", Int8Experts), ("w4a8-group32", Int4Experts)])
 def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """The experts' weights are the checkpoint's, and the tokens as likely as the unquantized model finds them."""
+    """The experts' weights are the checkpoint's, and tokens as likely as they are in FP32 with these weights."""
     source, original = qwen3
     directory = make(scheme, tmp_path / scheme, source)
     weights = dequantized(directory)
@@ -171,8 +175,28 @@ def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp
         likely = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
         assert len(greedy(llm, [prompt[:9]], 6)[0]) == 6
     with torch.no_grad():
-        logprobs = original(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    difference = torch.tensor(likely) - logprobs[range(47), prompt[1:]]
-    print(f"{scheme}: logprobs differ from the unquantized FP32 model's by {difference.square().mean().sqrt():.3f}")
-    # Random weights spread the logits over a few units.
-    assert difference.square().mean().sqrt() < (0.15 if scheme == "w8a8" else 0.8)
+        logprobs = with_weights(original, weights)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    difference = (torch.tensor(likely) - logprobs[range(47), prompt[1:]]).abs()
+    median, largest = float(difference.median()), float(difference.max())
+    print(f"{scheme}: logprobs differ from the FP32 reference's by {median:.3f} in the median, {largest:.3f} at most")
+    # Logits spread over a few units; where a token goes to another expert after all, much changes.
+    assert median < 0.05
+
+
+def with_weights(model: PreTrainedModel, weights: dict[str, np.ndarray]) -> PreTrainedModel:
+    """A copy of the model with the weights of a quantized checkpoint, activations as they are."""
+    model = copy.deepcopy(model)
+    for name, weight in weights.items():
+        layer, _, part = name.rpartition(".")
+        values = torch.from_numpy(weight).float()
+        if ".experts." not in name:
+            model.get_submodule(name).weight.data.copy_(values)
+            continue
+        experts, _, expert = layer.rpartition(".")
+        module, width = model.get_submodule(experts), CONFIG.moe_intermediate_size
+        if part == "down_proj":
+            module.down_proj.data[int(expert)] = values
+        else:
+            start = 0 if part == "gate_proj" else width
+            module.gate_up_proj.data[int(expert), start : start + width] = values
+    return model

@@ -1,0 +1,46 @@
+"""``vllm serve`` with quantized checkpoints: their configuration goes from the server's process to the engine's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import START_TIMEOUT
+from tests.e2e.server import ROOT, Server
+from tests.integration.quantized import make
+
+GOLDEN = {entry["name"]: entry for entry in json.loads((ROOT / "tests/data/golden_tokens.json").read_text())["prompts"]}
+# The kernel that each has to run on. vLLM by itself refuses the second.
+SCHEMES = {"w8a8": "ArmInt8LinearKernel", "gptq-asymmetric-group32": "ArmInt4LinearKernel"}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """Both servers, started at once."""
+    pair = {}
+    for scheme in SCHEMES:
+        directory: Path = tmp_path_factory.mktemp(scheme)
+        environ = {"VAC_INT4_KERNEL": "vac", "VAC_LINEAR": "vac"}
+        pair[scheme] = Server(directory, environ, model=make(scheme, directory / "model"))
+    try:
+        for server in pair.values():
+            server.start()
+        for server in pair.values():
+            server.wait_until_ready(START_TIMEOUT)
+        yield pair
+    finally:
+        for server in pair.values():
+            server.kill()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_completion(quantized: dict[str, Server], scheme: str) -> None:
+    """Our kernel serves, and says in this text what the unquantized model says."""
+    server, entry = quantized[scheme], GOLDEN["short-1"]
+    assert SCHEMES[scheme] in server.log()
+    answer = server.complete(entry["prompt_token_ids"], 8, ignore_eos=True)
+    assert len(answer["token_ids"]) == 8
+    assert answer["token_ids"][:4] == entry["token_ids"][:4]
