@@ -222,7 +222,7 @@ inline void for_row_blocks(const vac_int8_grouped_gemm_args &args, Body body) {
     for (size_t expert = 0; expert < args.num_experts; ++expert) {
         const auto begin = static_cast<size_t>(args.expert_start[expert]);
         const auto end = static_cast<size_t>(args.expert_start[expert + 1]);
-        if (begin == end) continue;
+        if (begin >= end) continue;
         const size_t tiles = ceil_div(end - begin, kTileRows);
         const size_t step = ceil_div(tiles, ceil_div(end - begin, kBlockRows)) * kTileRows;
         for (size_t row = begin; row < end; row += step) {

@@ -14,7 +14,8 @@
  *   What lies beyond K is unspecified: the weight's zeros stand against it.
  *
  * Packed weight. By vac_int8_gemm_rhs_pack, once; valid under the tier that packed it. Panels of 8 columns (rows of the
- * weight) one after the other, N rounded up to 8, K to 16, what is beyond N or K zero; inside a panel
+ * weight) one after the other, N rounded up to 8, K to 64 (64 for
+ * K = 0), what is beyond N or K zero; inside a panel
  *     tier bf16_i8mm   [K / 8][8 columns][8 k]: a vector is 2 columns x 8 k;
  *     tier dotprod     [K / 4][8 columns][4 k]: a vector is 4 columns x 4 k;
  *   then per column a scale (float) and the sum of its weights (int32_t), which the zero points are corrected with.
@@ -128,7 +129,7 @@ typedef struct vac_int8_gemm_args {
 } vac_int8_gemm_args;
 
 /* Kernel. List: {vac_int8_quantize_rows, barrier after}, {vac_int8_gemm}. Split over N, and over M too from M = 17 on.
- * Up to M = 12 each byte of the packed weight is read by one thread, once; up to M = 132, once from memory. */
+ * Up to M = 16 each byte of the packed weight is read by one thread, once from memory. */
 void vac_int8_gemm(const void *args /* vac_int8_gemm_args */, uint32_t thread_index, uint32_t thread_count);
 
 int vac_int8_gemm_check(const vac_int8_gemm_args *args);
