@@ -270,7 +270,8 @@ VARIABLES: tuple[Variable, ...] = (
         "VAC_DECODER",
         "1",
         _BOOL,
-        "Run decoder layers of Llama's family as native op lists. 0: module by module, as vLLM wrote them.",
+        "Run decoder layers of Llama's family as native op lists, and ordinary steps the short way. 0: as vLLM wrote "
+        "them, module by module.",
         _parse_bool,
     ),
     Variable(

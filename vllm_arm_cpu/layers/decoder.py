@@ -9,7 +9,7 @@ else, such as a layer with LoRA or a tensor-parallel one, runs as vLLM wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,7 +79,7 @@ _MLPS = (llama.LlamaMLP.forward, qwen2.Qwen2MLP.forward, mistral.MistralMLP.forw
 _MODELS = (llama.LlamaModel.forward, qwen2.Qwen2Model.forward, mistral.MistralModel.forward)
 
 
-def _same_code(function: Any, known: tuple[Any, ...]) -> bool:
+def same_code(function: Any, known: tuple[Any, ...]) -> bool:
     """Whether a forward does what one of the known ones does: many models have it word for word."""
     if not isinstance(function, FunctionType):
         return False
@@ -101,7 +101,8 @@ def _same_code(function: Any, known: tuple[Any, ...]) -> bool:
     )
 
 
-def _forward_of(module: Any) -> Any:
+def forward_of(module: Any) -> Any:
+    """The forward of a module's class; None for a module with one of its own."""
     return None if "forward" in module.__dict__ else type(module).forward
 
 
@@ -141,13 +142,13 @@ def _attention_misfit(attn: Any, dtype: torch.dtype) -> str | None:
 
 def misfit(layer: Any, dtype: torch.dtype) -> str | None:
     """Why a decoder layer cannot be an op list over ``dtype``, or None."""
-    if not _same_code(_forward_of(layer), _LAYERS):
+    if not same_code(forward_of(layer), _LAYERS):
         return f"{type(layer).__name__} is not of Llama's family"
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    if not _same_code(_forward_of(attention), _ATTENTIONS):
+    if not same_code(forward_of(attention), _ATTENTIONS):
         return f"its attention is {type(attention).__name__}"
-    if not _same_code(_forward_of(mlp), _MLPS):
+    if not same_code(forward_of(mlp), _MLPS):
         return f"its MLP is {type(mlp).__name__}"
     if getattr(attention, "do_llama_4_scaling", False) or getattr(layer, "ada_rms_norm_t_cond", None) is not None:
         return "scaled queries or conditioned norms"
@@ -248,8 +249,9 @@ class Step:
         self.slots = {name: Slot(name) for name in (*names, "gate_up", "out", "workspace")}
         self.program = Program()
         self.lengths: list[int] = []
-        self._buffers = buffers
+        self.buffers = buffers
         self.groups: dict[int, tuple[str, _GroupSlots]] = {}
+        self._begin()
         for i, layer in enumerate(layers):
             attn = layer.self_attn.attn
             key = id(metadata[attn.layer_name])
@@ -257,11 +259,21 @@ class Step:
             before = self.program.pending
             self._add_layer(layer, group, i == 0, i + 1 == len(layers), has_residual)
             self.lengths.append(self.program.pending - before)
+        self._end()
         self.program.finish()
+
+    last_output = "out"
+    """Where the last layer's output goes: a slot."""
+
+    def _begin(self) -> None:
+        """Append what comes before the layers; nothing here."""
+
+    def _end(self) -> None:
+        """Append what comes behind the layers; nothing here."""
 
     def _add_layer(self, layer: Any, group: _GroupSlots, first: bool, last: bool, has_residual: bool) -> None:
         """Append a layer's ops. ``hidden`` holds what the last linear made, and its norm."""
-        program, slots, buffers = self.program, self.slots, self._buffers
+        program, slots, buffers = self.program, self.slots, self.buffers
         attention, mlp, tokens = layer.self_attn, layer.mlp, slots["tokens"]
         qkv_proj, o_proj, gate_up, down = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
         linears = {layer: _linear_of(layer) for layer in (qkv_proj, o_proj, gate_up, down)}
@@ -298,7 +310,7 @@ class Step:
         kind = activation.kind(mlp.act_fn)
         assert kind is not None
         activation.add_activation(program, kind, dtype, tokens, gated, linears[gate_up].n // 2)
-        matmul(down, gated, Rows(slots["out"], size) if last else hidden)
+        matmul(down, gated, Rows(slots[self.last_output], size) if last else hidden)
 
     def _add_attention(self, attention: Any, dtype: torch.dtype, group: _GroupSlots, qkv: Rows, attended: Rows) -> None:
         program, tokens = self.program, self.slots["tokens"]
@@ -342,13 +354,18 @@ class Step:
 
         positions: int64 [tokens]; x, residual: [tokens, hidden], the residual is updated in place; out: written.
         """
-        program, slots, addresses = self.program, self.slots, self._buffers.addresses
-        program.set(slots["tokens"], x.shape[0])
-        program.set(slots["positions"], positions.data_ptr())
+        program, slots = self.program, self.slots
         program.set(slots["x"], x.data_ptr())
         program.set(slots["x_stride"], x.stride(0))
         program.set(slots["residual"], residual.data_ptr())
         program.set(slots["residual_stride"], residual.stride(0))
+        self.prepare_layers(metadata, x.shape[0], positions, out)
+
+    def prepare_layers(self, metadata: dict[str, Any], tokens: int, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """As :meth:`prepare`, but for what the layers are given."""
+        program, slots, addresses = self.program, self.slots, self.buffers.addresses
+        program.set(slots["tokens"], tokens)
+        program.set(slots["positions"], positions.data_ptr())
         program.set(slots["out"], out.data_ptr())
         for name in ("hidden", "qkv", "attention", "gate_up", "workspace"):
             program.set(slots[name], addresses[name])
@@ -360,6 +377,26 @@ def _linear_of(layer: Any) -> NativeLinear:
     linear = native_linear(layer)
     assert linear is not None
     return linear
+
+
+class Hooks:
+    """Whether a module has a hook: it wants to see what the module is given, and nobody gives it anything here."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = modules
+        self._seen = -1
+        self._found = False
+
+    def found(self) -> bool:
+        """Looked up again when a hook was registered anywhere since, or there was one."""
+        if self._seen != RemovableHandle.next_id or self._found:
+            self._found = any(
+                module._forward_hooks or module._forward_pre_hooks
+                for root in self._modules
+                for module in root.modules()
+            )
+            self._seen = RemovableHandle.next_id
+        return self._found
 
 
 @dataclass
@@ -377,13 +414,14 @@ class Segment:
     buffers: Buffers
     fresh: bool
     result: torch.Tensor | None = None
-    steps: dict[bool, Step] = field(default_factory=dict)
+    steps: dict[Any, Step] = field(default_factory=dict)
     _outputs: list[torch.Tensor] = field(default_factory=list)
     _views: list[torch.Tensor] = field(default_factory=list)
     _turn: int = 0
     _cache: int = 0
-    _hooks_seen: int = -1
-    _hooked: bool = False
+
+    def __post_init__(self) -> None:
+        self._hooks = Hooks(self.layers)
 
     def run(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -398,7 +436,7 @@ class Segment:
         if not isinstance(metadata, dict) or not self._usable(positions, hidden_states):
             return None
         tokens, size = hidden_states.shape
-        out = self._output(tokens, size, hidden_states.dtype)
+        out = self.output(tokens, size, hidden_states.dtype)
         self._step(residual is not None, metadata, positions, hidden_states, residual, out).program.run()
         self.result = out
         return out, hidden_states if residual is None else residual
@@ -410,6 +448,17 @@ class Segment:
         metadata = get_forward_context().attn_metadata
         return self._step(residual is not None, metadata, positions, hidden_states, residual, out)
 
+    def step(self, key: Any, make: Callable[[], Step]) -> Step:
+        """The step of this kind, made when there is none yet or the KV cache has moved."""
+        cache = self.layers[0].self_attn.attn.kv_cache.data_ptr()
+        if cache != self._cache:
+            self.steps.clear()
+            self._cache = cache
+        step = self.steps.get(key)
+        if step is None:
+            step = self.steps[key] = make()
+        return step
+
     def _step(
         self,
         has_residual: bool,
@@ -419,13 +468,7 @@ class Segment:
         residual: torch.Tensor | None,
         out: torch.Tensor,
     ) -> Step:
-        cache = self.layers[0].self_attn.attn.kv_cache.data_ptr()
-        if cache != self._cache:
-            self.steps.clear()
-            self._cache = cache
-        step = self.steps.get(has_residual)
-        if step is None:
-            step = self.steps[has_residual] = Step(self.layers, has_residual, metadata, self.buffers)
+        step = self.step(has_residual, lambda: Step(self.layers, has_residual, metadata, self.buffers))
         self.buffers.reserve(x.shape[0])
         step.prepare(metadata, positions, x, x if residual is None else residual, out)
         return step
@@ -433,16 +476,8 @@ class Segment:
     def _usable(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> bool:
         if self.parent is not None and self.parent.aux_hidden_state_layers:
             return False
-        # A hook wants to see what its module is given: nobody gives it anything here.
-        if self._hooks_seen != RemovableHandle.next_id or self._hooked:
-            self._hooked = any(
-                module._forward_hooks or module._forward_pre_hooks
-                for layer in self.layers
-                for module in layer.modules()
-            )
-            self._hooks_seen = RemovableHandle.next_id
         return (
-            not self._hooked
+            not self._hooks.found()
             and positions.dim() == 1
             and positions.dtype == torch.int64
             and positions.is_contiguous()
@@ -452,7 +487,8 @@ class Segment:
             and hidden_states.shape[0] > 0
         )
 
-    def _output(self, tokens: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def output(self, tokens: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the output [tokens, size] of a step."""
         if self.fresh:
             return torch.empty((tokens, size), dtype=dtype)
         # Two in turn: what a step returned is whole until the step after the next one.
@@ -514,7 +550,7 @@ def install(model: torch.nn.Module, config: VllmConfig) -> str | None:
         for _, reason in reasoned:
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
-        plain_loop = _same_code(_forward_of(parent), _MODELS)
+        plain_loop = same_code(forward_of(parent), _MODELS)
         for run in _runs(reasoned, plain_loop):
             segment = Segment(run, parent if plain_loop else None, buffers, fresh=kept or not plain_loop)
             fitting, calls = fitting + len(run), calls + 1

@@ -110,15 +110,33 @@ class PackedLinear:
         return int(self._workspace_bytes)
 
     def add_to(
-        self, program: Program, rows: Slot, x: Rows, out: Rows, bias: torch.Tensor | None, workspace: Slot
+        self,
+        program: Program,
+        rows: Slot,
+        x: Rows,
+        out: Rows,
+        bias: torch.Tensor | None,
+        workspace: Slot,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        """Append ``out = x @ weight.T + bias`` to a program: x [rows, K], out [rows, N] of the weight's dtype."""
+        """Append ``out = x @ weight.T + bias`` to a program.
+
+        x: [rows, K]; out: [rows, N] of the weight's dtype or, as ``out_dtype``, FP32.
+        """
         args = program.op("vac_gemm", "vac_gemm_args", m=rows, workspace=workspace, bias=bias)
-        args.dtype = args.out_dtype = DTYPES[self.dtype]
+        args.dtype, args.out_dtype = DTYPES[self.dtype], DTYPES[out_dtype or self.dtype]
         args.bias_dtype = DTYPES[self.dtype if bias is None else bias.dtype]
         args.n, args.k, args.rhs = self.n, self.k, pointer(self.packed)
         program.keep(self.packed)
         program.rows(args, "lhs", x, "lhs_stride")
+        program.rows(args, "out", out, "out_stride")
+
+    def add_embedding_to(self, program: Program, rows: Slot, ids: Slot, out: Rows) -> None:
+        """Append the lookup of int32 ids [rows] to a program: out [rows, K]."""
+        args = program.op("vac_gemm_rhs_gather_rows", "vac_gemm_rhs_gather_rows_args", ids=ids, num_rows=rows)
+        args.dtype, args.id_bytes, args.n, args.k = DTYPES[self.dtype], 4, self.n, self.k
+        args.packed = pointer(self.packed)
+        program.keep(self.packed)
         program.rows(args, "out", out, "out_stride")
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,11 @@ class ArmCpuModelRunner(CPUModelRunner):
         super().initialize_kv_cache(*args, **kwargs)
         reason = obstacle(self)
         self.plain = PlainStep(self) if reason is None else None
-        logger.info("steps: %s", "the short way" if reason is None else f"vLLM's way, because of {reason}")
+        way = f"vLLM's way, because of {reason}"
+        if self.plain is not None:
+            split = self.plain.split_because
+            way = "the short way, the model in " + ("one call" if split is None else f"several calls: {split}")
+        logger.info("steps: %s", way)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """Run the model for a step, the short way where it can go."""

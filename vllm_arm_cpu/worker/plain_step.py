@@ -23,7 +23,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, Encode
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
+from vllm_arm_cpu import envs
 from vllm_arm_cpu.attention.backend import ArmAttentionMetadata, ArmAttentionMetadataBuilder
+from vllm_arm_cpu.layers import whole_model
+from vllm_arm_cpu.layers.whole_model import WholeModel
 from vllm_arm_cpu.native import library
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ def obstacle(runner: Any) -> str | None:
     config, model_config, parallel = runner.vllm_config, runner.model_config, runner.parallel_config
     batch = runner.input_batch
     there = {
+        "VAC_DECODER=0": not envs.VAC_DECODER,
         "speculative decoding": runner.speculative_config is not None,
         "LoRA": runner.lora_config is not None,
         "pooling": runner.is_pooling_model,
@@ -92,7 +96,11 @@ class _Group:
 
 
 class PlainStep:
-    """The short way; for a runner without an :func:`obstacle`."""
+    """The short way; for a runner without an :func:`obstacle`.
+
+    Attributes:
+        split_because: why the model is more than one native call, or None.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._batch = runner, runner.input_batch
@@ -137,6 +145,9 @@ class PlainStep:
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
         )
         self._slots = slots
+        model = runner.get_model()
+        self.split_because = whole_model.misfit(model)
+        self._whole = WholeModel(model) if self.split_because is None else None
         self._args = self._input_args(native, len(tables))
         self._append = self._append_args()
         self._keep = native
@@ -201,14 +212,21 @@ class PlainStep:
             self._slices = (num_tokens, runner.input_ids.cpu[:num_tokens], runner.positions[:num_tokens])
         _, input_ids, positions = self._slices
         self._context.moe_layer_index = 0
-        with override_forward_context(self._context):
-            hidden_states = runner._model_forward(
-                input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+        logits = None
+        if self._whole is not None and self._whole.usable():
+            hidden_states, logits = self._whole.run(
+                self._context.attn_metadata, input_ids, positions, with_logits=num_tokens == num_reqs
             )
+        else:
+            with override_forward_context(self._context):
+                hidden_states = runner._model_forward(
+                    input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+                )
         sampled_from = hidden_states
         if num_tokens != num_reqs:
             sampled_from = hidden_states[runner.query_start_loc.cpu[1 : num_reqs + 1] - 1]
-        logits = runner.model.compute_logits(sampled_from)
+        if logits is None:
+            logits = runner.model.compute_logits(sampled_from)
         runner.execute_model_state = ExecuteModelState(
             scheduler_output, logits, None, None, hidden_states, sampled_from, None, None, None, self._slots
         )

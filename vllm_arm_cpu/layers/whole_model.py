@@ -1,0 +1,166 @@
+"""A model of Llama's family from token ids to logits as one native call.
+
+Where all of a model's layers are one segment (see ``layers/decoder.py``) and
+the embedding, the last norm and lm_head have kernels, these become the first
+and the last ops of the same list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models import llama, qwen2, qwen3
+
+from vllm_arm_cpu.layers import decoder, norm
+from vllm_arm_cpu.layers.decoder import Hooks, Segment, Step, forward_of, same_code
+from vllm_arm_cpu.layers.embedding import ArmLogitsProcessor
+from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse
+from vllm_arm_cpu.native.call import DTYPES
+from vllm_arm_cpu.native.program import Rows, Slot
+
+_MODELS = (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM)
+
+
+def misfit(model: Any) -> str | None:
+    """Why a loaded model cannot be one call, or None."""
+    inner = getattr(model, "model", None)
+    segments = decoder.segments(model)
+    if len(segments) != 1 or segments[0].parent is not inner or segments[0].layers != list(inner.layers):
+        return "not all layers are one op list"
+    if segments[0].fresh:
+        return "outputs are kept for longer than a step"
+    if not same_code(forward_of(model), tuple(known.forward for known in _MODELS)) or not same_code(
+        type(model).compute_logits, tuple(known.compute_logits for known in _MODELS)
+    ):
+        return f"{type(model).__name__} is not of Llama's family"
+    embedding, head, processor = inner.embed_tokens, model.lm_head, model.logits_processor
+    dtype = segments[0].buffers.dtype
+    if not same_code(type(inner).embed_input_ids, (llama.LlamaModel.embed_input_ids,)):
+        return "its embedding is not only looked up"
+    plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+    if (
+        type(embedding) is not VocabParallelEmbedding
+        or type(embedding.quant_method) is not UnquantizedEmbeddingMethod
+        or embedding.tp_size != 1
+        or (not isinstance(embedding.cpu_linear, PackedLinear) and embedding.weight.dtype != dtype)
+    ):
+        return "its embedding is quantized or divided"
+    if (
+        type(head) not in (ParallelLMHead, VocabParallelEmbedding)
+        or type(head.quant_method) not in plain
+        or head.tp_size != 1
+        or not isinstance(_packed(head), PackedLinear)
+    ):
+        return "its lm_head does not run on this package's kernels"
+    if (
+        type(processor) is not ArmLogitsProcessor
+        or processor.soft_cap is not None
+        or processor.scale != 1.0
+        or processor.logits_as_input
+        or processor.head_dtype not in (None, dtype, torch.float32)
+    ):
+        return "its logits are scaled or capped"
+    return norm.not_native(inner.norm, dtype)
+
+
+def _packed(head: Any) -> Any:
+    linear = head.__dict__.get("cpu_linear")
+    return linear.pack() if isinstance(linear, PackOnFirstUse) else linear
+
+
+class _ModelStep(Step):
+    """The layers between an embedding and a norm, and lm_head behind them."""
+
+    last_output = "hidden"
+
+    def __init__(self, model: Any, segment: Segment, metadata: dict[str, Any]) -> None:
+        self._model = model
+        self.ids, self.logits = Slot("input_ids"), Slot("logits")
+        self.without_logits = 0
+        super().__init__(segment.layers, False, metadata, segment.buffers)
+
+    def _begin(self) -> None:
+        embedding = self._model.model.embed_tokens
+        size = self._model.model.norm.weight.shape[0]
+        self.buffers.want("x", size)
+        out, tokens = Rows(self.slots["x"], size), self.slots["tokens"]
+        if isinstance(embedding.cpu_linear, PackedLinear):
+            embedding.cpu_linear.add_embedding_to(self.program, tokens, self.ids, out)
+            return
+        table = embedding.weight.data
+        args = self.program.op("vac_embedding", "vac_embedding_args", ids=self.ids, num_tokens=tokens, table=table)
+        args.ids_are_int64, args.hidden_size, args.table_row_stride = 0, size, table.stride(0)
+        args.vocab_start, args.vocab_end, args.dtype = 0, table.shape[0], DTYPES[table.dtype]
+        self.program.rows(args, "out", out, "out_token_stride")
+
+    def _end(self) -> None:
+        module, slots, head = self._model.model.norm, self.slots, _packed(self._model.lm_head)
+        size = module.weight.shape[0]
+        hidden, out, residual = (Rows(slots[name], size) for name in ("hidden", "out", "residual"))
+        norm.add_norm(self.program, module, self.buffers.dtype, slots["tokens"], hidden, out, residual=residual)
+        self.without_logits = self.program.pending
+        self.buffers.want_workspace(head.program_workspace())
+        logits = Rows(self.logits, head.n)
+        head.add_to(self.program, slots["tokens"], out, logits, None, slots["workspace"], torch.float32)
+
+
+class WholeModel:
+    """Runs a model without a :func:`misfit`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        (self._segment,) = decoder.segments(model)
+        self._hooks = Hooks([model])
+        self._size: int = model.model.norm.weight.shape[0]
+        self._vocab: int = model.logits_processor.org_vocab_size
+        self._columns: int = _packed(model.lm_head).n
+        self._logits = [torch.empty((0, self._columns), dtype=torch.float32)] * 2
+        self._views = list(self._logits)
+        self._turn = 0
+
+    def usable(self) -> bool:
+        """Whether nobody wants to see what lies between the model's modules."""
+        return not self._model.model.aux_hidden_state_layers and not self._hooks.found()
+
+    def run(
+        self, metadata: dict[str, Any], input_ids: torch.Tensor, positions: torch.Tensor, with_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [tokens, hidden], and FP32 logits [tokens, vocab] if wanted.
+
+        metadata: of the attention layers by name; input_ids: int32 [tokens]; positions: int64 [tokens].
+        What is returned is whole until the step after the next one.
+        """
+        segment, tokens = self._segment, input_ids.shape[0]
+        step = segment.step("model", lambda: _ModelStep(self._model, segment, metadata))
+        assert isinstance(step, _ModelStep)
+        buffers, program, slots = segment.buffers, step.program, step.slots
+        buffers.reserve(tokens)
+        out = segment.output(tokens, self._size, buffers.dtype)
+        x = buffers.addresses["x"]
+        program.set(step.ids, input_ids.data_ptr())
+        for name, value in (("x", x), ("residual", x), ("x_stride", self._size), ("residual_stride", self._size)):
+            program.set(slots[name], value)
+        step.prepare_layers(metadata, tokens, positions, out)
+        if not with_logits:
+            program.run(0, step.without_logits)
+            return out, None
+        logits = self._room(tokens)
+        program.set(step.logits, logits.data_ptr())
+        program.run()
+        return out, logits
+
+    def _room(self, rows: int) -> torch.Tensor:
+        self._turn ^= 1
+        turn = self._turn
+        if self._views[turn].shape[0] != rows or not rows:
+            if self._logits[turn].shape[0] < rows:
+                self._logits[turn] = torch.empty((1 << (rows - 1).bit_length(), self._columns), dtype=torch.float32)
+            self._views[turn] = self._logits[turn][:rows, : self._vocab]
+        return self._views[turn]
