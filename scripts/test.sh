@@ -26,7 +26,7 @@ on_arm() {
     [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu "$1")
     scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE" "${@:2:$#-2}" python3 -m pytest -p no:cacheprovider -m "${MARKED:-not slow}" "${@: -1}"
 }
-# vLLM's own tests of a suite (normal, whole) on Arm; tests/upstream says which and how.
+# vLLM's own tests of a suite (normal, whole) on Arm, all or those in FILE...; tests/upstream says which and how.
 on_upstream() {
     local suite=$1 cpu=() folder
     shift
@@ -37,7 +37,8 @@ on_upstream() {
     scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE/tests/upstream" LD_PRELOAD="$INSIDE/build/upstream-shim.so" \
         HF_HOME="$INSIDE/build/vllm-tests-hub" VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VAC_LINEAR=vac \
         python3 -m pytest -p no:cacheprovider -p vac_upstream -c "$INSIDE/tests/upstream/pytest.ini" \
-        --rootdir "$INSIDE/build/${folder##*/}" --confcutdir "$INSIDE/build/${folder##*/}" --suite "$suite" "$@"
+        --rootdir "$INSIDE/build/${folder##*/}" --confcutdir "$INSIDE/build/${folder##*/}" --suite "$suite" \
+        "${@/#/$INSIDE/build/${folder##*/}/}"
 }
 export -f on_arm on_upstream fail
 # Where arm.sh shows the clone.
@@ -66,6 +67,10 @@ upstream() {
     upstream_shim
     group upstream 1500 bash -c 'on_upstream normal'
 }
+upstream_attention() {
+    upstream_shim
+    group upstream-attention 900 bash -c 'on_upstream normal tests/kernels/attention/test_cpu_attn.py'
+}
 # What takes minutes beyond the normal suite.
 slow() {
     upstream_shim
@@ -93,6 +98,7 @@ all)
     e2e
     integration_n1
     kernels_n1
+    upstream_attention
     wait $first
     ;;
 *) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, upstream, slow" ;;
