@@ -10,5 +10,6 @@ export PATH="$TOOLS/bin:$PATH" VAC_BUILD_LIBS="$PROJECT/prebuilt"
 rm -rf build/lib build/bdist.* ./*.egg-info
 "$TOOLS/bin/python" -m build --wheel --no-isolation --outdir dist . >"$BUILD/wheel.log" 2>&1 ||
     { tail -n 30 "$BUILD/wheel.log" >&2; fail "the wheel could not be built; the whole output is in build/wheel.log"; }
-"$TOOLS/bin/python" scripts/check_wheel.py dist/vllm_arm_cpu-*.whl
+# A wheel that is wrong must not lie there as if it were built.
+"$TOOLS/bin/python" scripts/check_wheel.py dist/vllm_arm_cpu-*.whl || { rm -f dist/vllm_arm_cpu-*.whl; exit 1; }
 printf 'build: %-32s %4d s\n' "wheel" $((SECONDS - start))
