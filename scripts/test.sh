@@ -96,10 +96,12 @@ fast) unit; kernels_v2; kernels_n1 ;;
 all)
     upstream_shim
     # Two at a time, each half about as long.
-    { unit; emulation; kernels_v2; integration_v2; } &
+    { unit; integration_v2; } &
     first=$!
     e2e
     integration_n1
+    emulation
+    kernels_v2
     kernels_n1
     upstream_attention
     wait $first
