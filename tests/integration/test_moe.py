@@ -179,8 +179,9 @@ def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp
     difference = (torch.tensor(likely) - logprobs[range(47), prompt[1:]]).abs()
     median, largest = float(difference.median()), float(difference.max())
     print(f"{scheme}: logprobs differ from the FP32 reference's by {median:.3f} in the median, {largest:.3f} at most")
-    # Logits spread over a few units; where a token goes to another expert after all, much changes.
-    assert median < 0.05
+    # Each of some ten products in a row adds about 1 % by rounding its activations: 3 % of logits that spread over a
+    # few units. Where a token goes to another expert after all much changes, hence the median.
+    assert median < 0.1
 
 
 def with_weights(model: PreTrainedModel, weights: dict[str, np.ndarray]) -> PreTrainedModel:
