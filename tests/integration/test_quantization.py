@@ -38,7 +38,7 @@ from vllm_arm_cpu.quantization.w8a8 import Activations, ArmInt8LinearKernel, Int
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OURS, KLEIDIAI, W4A16 = {"VAC_INT4_KERNEL": "vac"}, {"VAC_INT4_KERNEL": "kleidiai"}, {"VAC_INT4": "w4a16"}
 MIB = 1 << 20
-SHORT, LONG = 128, GOLDEN["perplexity"]["window"]
+SHORT, LONG = 192, GOLDEN["perplexity"]["window"]
 """Tokens that a perplexity is taken of: a hundred take several seconds under emulation."""
 
 # Scheme, environment, class of the linear layers, how activations are rounded, what the perplexity may be above BF16's.
