@@ -86,7 +86,7 @@ def test_kv_cache_type(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("vllm_arm_cpu.platform.upstream_ops_available", lambda: False)
     message = refusal(checkpoint, kv_cache_dtype="fp8_e5m2")
     assert "--kv-cache-dtype fp8_e5m2" in message
-    assert "int8_per_token_head" in message
+    assert "auto, the model's own type, int8, fp8_e4m3" in message
 
 
 def test_a_good_engine_after_all_of_these() -> None:
