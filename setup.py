@@ -47,8 +47,6 @@ class BuildNative(build_py):
         options = [
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DVAC_VERSION={self.distribution.get_version()}",
-            # A build folder remembers the kernel folders of its first build.
-            "-UVAC_COMPONENTS",
         ]
         if sysroot:
             options += [
