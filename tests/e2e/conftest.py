@@ -13,6 +13,9 @@ from tests.e2e.server import Server
 START_TIMEOUT = 900
 """Seconds until two servers that start at once must be ready; emulated on two cores they need some 5 minutes."""
 
+END_TIMEOUT = 150
+"""Until one that was asked to end has: seconds on a real machine, half a minute and more emulated on busy cores."""
+
 USER_LIBRARY = "/usr/lib/aarch64-linux-gnu/libnuma.so.1"
 """Stands for whatever a user preloads: any library that does nothing by itself."""
 

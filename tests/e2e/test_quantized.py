@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import START_TIMEOUT
+from tests.e2e.conftest import END_TIMEOUT, START_TIMEOUT
 from tests.e2e.server import ROOT, Server
 from tests.integration.quantized import make
 
@@ -31,6 +31,12 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Se
         for server in pair.values():
             server.wait_until_ready(START_TIMEOUT)
         yield pair
+        # A killed server leaves its semaphores, which tests of how servers end would find.
+        for server in pair.values():
+            server.terminate()
+        for server in pair.values():
+            server.wait(END_TIMEOUT)
+            assert server.wait_until_gone(END_TIMEOUT) == []
     finally:
         for server in pair.values():
             server.kill()

@@ -14,17 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import START_TIMEOUT
+from tests.e2e.conftest import END_TIMEOUT, START_TIMEOUT
 from tests.e2e.server import MODEL_NAME, Server, process_environ
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.runtime import preload
 
 STATUSES = (0, 143, 130, -signal.SIGTERM, -signal.SIGINT)
 """How a server may end: 0 once it serves; while it loads, as a process that was terminated or interrupted."""
-
-
-END_TIMEOUT = 150
-"""Seconds: a second or two on a real machine, half a minute and more emulated on two busy cores."""
 
 
 def assert_ends(server: Server, timeout: float = END_TIMEOUT) -> None:
