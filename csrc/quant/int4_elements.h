@@ -1,71 +1,20 @@
-// How activations, scales and results are stored: 4 elements at a time as FP32 and back.
+// Rows of activations, scales and results as FP32 and back, whatever they are stored as.
 // Included by the .tier.cc files only; all of it is local to each of them.
 #pragma once
 
 #include <arm_neon.h>
 
+#include "common/stored.h"
 #include "quant/int4_layout.h"
 
 namespace {
 
-struct Int4F32 {
-    using Element = float;
-    static float32x4_t load4(const float *p) { return vld1q_f32(p); }
-    static void store4(float *p, float32x4_t value) { vst1q_f32(p, value); }
-};
-
-struct Int4F16 {
-    using Element = uint16_t;
-    static float32x4_t load4(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-    static void store4(uint16_t *p, float32x4_t value) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(value))); }
-};
-
-struct Int4BF16 {
-    using Element = uint16_t;
-    static float32x4_t load4(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    static void store4(uint16_t *p, float32x4_t value) { vst1_u16(p, vreinterpret_u16_bf16(vcvt_bf16_f32(value))); }
-#else
-    // Round to nearest even on the bits; a NaN stays one, made quiet.
-    static void store4(uint16_t *p, float32x4_t value) {
-        const uint32x4_t bits = vreinterpretq_u32_f32(value);
-        const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-        const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-        const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
-        vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet), 16));
-    }
-#endif
-};
-
-// The first `count` <= 4 elements, the rest zero; reads nothing behind them.
-template <class Stored>
-inline float32x4_t load_some(const typename Stored::Element *p, size_t count) {
-    if (count >= 4) return Stored::load4(p);
-    typename Stored::Element buffer[4] = {};
-    for (size_t i = 0; i < count; ++i) buffer[i] = p[i];
-    return Stored::load4(buffer);
-}
-
-template <class Stored>
-inline void store_some(typename Stored::Element *p, float32x4_t value, size_t count) {
-    if (count >= 4) return Stored::store4(p, value);
-    typename Stored::Element buffer[4];
-    Stored::store4(buffer, value);
-    for (size_t i = 0; i < count; ++i) p[i] = buffer[i];
-}
-
-inline float32x4_t load_some(int dtype, const void *base, size_t offset, size_t count) {
-    if (dtype == VAC_F32) return load_some<Int4F32>(static_cast<const float *>(base) + offset, count);
-    if (dtype == VAC_F16) return load_some<Int4F16>(static_cast<const uint16_t *>(base) + offset, count);
-    return load_some<Int4BF16>(static_cast<const uint16_t *>(base) + offset, count);
-}
-
-// Calls body(Int4F32{}), body(Int4F16{}) or body(Int4BF16{}).
+// Calls body(StoredF32{}), body(StoredF16{}) or body(StoredBF16{}).
 template <class Body>
 inline void with_stored(int dtype, Body body) {
-    if (dtype == VAC_F32) return body(Int4F32{});
-    if (dtype == VAC_F16) return body(Int4F16{});
-    body(Int4BF16{});
+    if (dtype == VAC_F32) return body(StoredF32{});
+    if (dtype == VAC_F16) return body(StoredF16{});
+    body(StoredBF16{});
 }
 
 // `count` elements as FP32.
@@ -75,7 +24,7 @@ inline void widen_row(int dtype, const void *from, size_t count, float *to) {
         const auto *p = static_cast<const typename Stored::Element *>(from);
         size_t i = 0;
         for (; i + 4 <= count; i += 4) vst1q_f32(to + i, Stored::load4(p + i));
-        if (i < count) store_some<Int4F32>(to + i, load_some<Stored>(p + i, count - i), count - i);
+        if (i < count) store_some<StoredF32>(to + i, load_some<Stored>(p + i, count - i), count - i);
     });
 }
 

@@ -73,7 +73,7 @@ void round_tile(const vac_int4_kai_args &args, const float *tile, size_t row, si
                 for (size_t i = 0; i < 16; i += 4) Stored::store4(out + c + i, vld1q_f32(tile + c + i));
             }
             for (; c < columns; c += 4)
-                store_some<Stored>(out + c, load_some<Int4F32>(tile + c, columns - c), columns - c);
+                store_some<Stored>(out + c, load_some<StoredF32>(tile + c, columns - c), columns - c);
         }
     });
 }

@@ -49,7 +49,7 @@ struct Rounded {
 };
 
 template <>
-struct Rounded<Int4BF16> {
+struct Rounded<StoredBF16> {
     using Element = uint16_t;
     // Without the sign, BF16 patterns are in the order of what they stand for, infinity and NaN last.
     static float largest(const uint16_t *p, size_t k) {

@@ -29,12 +29,12 @@ struct Int4Tile {
 };
 
 inline float32x4_t load_scales(const Int4Tile &tile, const char *scales, size_t at) {
-    return tile.bf16_scales ? Int4BF16::load4(reinterpret_cast<const uint16_t *>(scales) + at)
+    return tile.bf16_scales ? StoredBF16::load4(reinterpret_cast<const uint16_t *>(scales) + at)
                             : vld1q_f32(reinterpret_cast<const float *>(scales) + at);
 }
 template <bool kBf16>
 inline float32x4_t load_scales(const char *scales, size_t at) {
-    return kBf16 ? Int4BF16::load4(reinterpret_cast<const uint16_t *>(scales) + at)
+    return kBf16 ? StoredBF16::load4(reinterpret_cast<const uint16_t *>(scales) + at)
                  : vld1q_f32(reinterpret_cast<const float *>(scales) + at);
 }
 

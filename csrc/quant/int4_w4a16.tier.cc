@@ -63,7 +63,7 @@ inline PanelAt panel_at(const PackedInt4 &packed, const char *rhs, size_t panel,
 }
 
 inline float32x4_t scales_at(const PackedInt4 &packed, const char *scales, size_t at) {
-    return packed.scale_bytes == 2 ? Int4BF16::load4(reinterpret_cast<const uint16_t *>(scales) + at)
+    return packed.scale_bytes == 2 ? StoredBF16::load4(reinterpret_cast<const uint16_t *>(scales) + at)
                                    : vld1q_f32(reinterpret_cast<const float *>(scales) + at);
 }
 
