@@ -30,6 +30,7 @@ HEADERS = {
     "elementwise.h",
     "gemm.h",
     "moe.h",
+    "numa.h",
     "quant_int4.h",
     "quant_int8.h",
     "sampling.h",
