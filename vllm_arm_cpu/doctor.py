@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_arm_cpu import envs
-from vllm_arm_cpu.runtime import cpu, memory, preload, threads, topology
+from vllm_arm_cpu.runtime import cpu, memory, numa, preload, threads, topology
 
 _OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _MIN_SHARED_MEMORY = 64 << 20
@@ -89,6 +89,7 @@ def collect(
     _check_libraries(torch_report, libvac, info, problems)
     plugin = _check_plugin(environ, settings_fine, libvac, problems)
     plan = _plan(machine, environ, settings_fine, problems)
+    ranks = _ranks(machine, environ) if plan else None
 
     return {
         "cpu": asdict(info),
@@ -101,6 +102,7 @@ def collect(
         "preload": [asdict(item) for item in candidates],
         "mapped_here": asdict(preload.mapped_libraries()),
         "threads": asdict(plan) if plan else None,
+        "ranks": ranks,
         "problems": [asdict(item) for item in problems],
         "notes": [asdict(item) for item in notes],
     }
@@ -283,10 +285,28 @@ def _plan(
     if not settings_fine:
         return None
     try:
-        return threads.plan_threads(machine, environ)
+        return numa.plan_ranks(machine, _ranks_by_hand(environ), environ)[0].threads
     except envs.EnvError as error:
         problems.append(Finding("env-invalid", str(error), f"unset {error.name}"))
         return None
+
+
+def _ranks_by_hand(environ: Mapping[str, str]) -> int:
+    """Ranks that VAC_BIND is for."""
+    bind = envs.get("VAC_BIND", environ)
+    return len(bind) if isinstance(bind, tuple) and isinstance(bind[0], tuple) else 1
+
+
+def _ranks(machine: topology.Topology, environ: Mapping[str, str]) -> dict[str, Any]:
+    """How ranks would lie on the machine: as many as VAC_BIND names, or else as many as its nodes suggest."""
+    bind = envs.get("VAC_BIND", environ)
+    count = _ranks_by_hand(environ) if isinstance(bind, tuple) else numa.propose(machine)
+    try:
+        rows = numa.picture(machine, numa.plan_ranks(machine, count, environ))
+    except ValueError as error:
+        # VAC_THREADS can be right for the whole machine and too much for one node.
+        rows = [("", str(error))]
+    return {"count": count, "picture": rows}
 
 
 # --- facts ------------------------------------------------------------------
@@ -404,7 +424,16 @@ def _tables(report: Mapping[str, Any]) -> list[tuple[str, Rows]]:
         ("Memory", _memory_rows(report["topology"], report["memory"])),
         ("Software", _software_rows(report)),
         ("In vLLM's processes", _process_rows(report["preload"], report["torch"], report["threads"])),
+        *_rank_tables(report["ranks"]),
     ]
+
+
+def _rank_tables(ranks: Mapping[str, Any] | None) -> list[tuple[str, Rows]]:
+    if ranks is None:
+        return []
+    count = ranks["count"]
+    proposal = f"vllm serve --tensor-parallel-size {count}" if count > 1 else "one rank"
+    return [(f"Nodes, cores and ranks: {proposal}", [(name, text) for name, text in ranks["picture"]])]
 
 
 def _cpu_rows(info: Mapping[str, Any], machine: Mapping[str, Any]) -> Rows:

@@ -20,9 +20,11 @@ _DEVELOPMENT = ("VAC_TEST_", "VAC_BUILD_", "VAC_ENV_", "VAC_EMULATED_CPU", "VAC_
 PRELOAD_PROBE = "_VAC_PRELOAD_PROBE"  # results of trying the preload libraries
 USER_PRELOAD = "_VAC_USER_PRELOAD"  # LD_PRELOAD as the user had it
 THREAD_PLAN = "_VAC_THREAD_PLAN"  # the thread plan that OMP_* was set from
+RANK_PLAN = "_VAC_RANK_PLAN"  # where a rank's process and memory belong
+LOCAL_ENGINES = "_VAC_LOCAL_ENGINES"  # data-parallel engines on this machine
 
 if TYPE_CHECKING:
-    VAC_BIND: str | tuple[int, ...]
+    VAC_BIND: str | tuple[int, ...] | tuple[tuple[int, ...], ...]
     VAC_BLOCK_UPSTREAM_OPS: bool
     VAC_CACHE_DIR: str
     VAC_DECODER: bool
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     VAC_PRELOAD: bool
     VAC_THREADS: int | None
     VAC_TIER: str
+    VAC_TP: str
 
 
 class EnvError(ValueError):
@@ -214,8 +217,13 @@ def _parse_threads(text: str) -> int | None:
     return int(text)
 
 
-def _parse_bind(text: str) -> str | tuple[int, ...]:
-    return text if text in ("auto", "none") else parse_cpu_list(text)
+def _parse_bind(text: str) -> str | tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    if text in ("auto", "none"):
+        return text
+    lists = tuple(parse_cpu_list(part) for part in text.split("|"))
+    if len(set().union(*lists)) < sum(map(len, lists)):
+        raise ValueError("a CPU is in two lists")
+    return lists[0] if len(lists) == 1 else lists
 
 
 _BOOL = "1 or 0 (also true/false, yes/no, on/off)"
@@ -246,10 +254,19 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "VAC_BIND",
         "auto",
-        "auto, none, or a list of CPUs such as 0-31,64 that this process may use",
-        "CPUs of the compute threads, one thread on each in the order given. auto: one per physical core. "
-        "none: the threads are not pinned.",
+        "auto, none, or a list of CPUs such as 0-31,64 that this process may use; for several ranks one list each, "
+        "without a CPU in common, such as 0-31|32-63",
+        "CPUs of the compute threads, one thread on each in the order given. auto: one per physical core, ranks on "
+        "NUMA nodes of their own. none: the threads are not pinned.",
         _parse_bind,
+    ),
+    Variable(
+        "VAC_TP",
+        "",
+        "auto, or not set",
+        "auto: `vllm serve` without --tensor-parallel-size starts one rank per NUMA node. The model's number of "
+        "heads must be divisible by it.",
+        _parse_choice("", "auto"),
     ),
     Variable(
         "VAC_HUGE_PAGES",

@@ -308,3 +308,20 @@ def test_bench_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(cli.importlib, "import_module", absent)
     assert cli.main(["bench"]) == 2
     assert "bench is not part of this installation" in capsys.readouterr().err
+
+
+def test_nodes_cores_and_ranks_are_drawn(healthy: Healthy) -> None:
+    report = healthy.collect()
+    assert report["ranks"]["count"] == 1
+    assert "Nodes, cores and ranks: one rank" in doctor.render(report)
+    machines.write(machines.altra_two_sockets(), healthy.root)
+    text = doctor.render(healthy.collect())
+    assert "Nodes, cores and ranks: vllm serve --tensor-parallel-size 2" in text
+    assert "  node 1           [ rank 1: 80-159 ]  256 GiB, distances 20 10" in text
+    healthy.environ["VAC_BIND"] = "0-3|4-7|80-83"
+    report = healthy.collect()
+    assert report["problems"] == []
+    assert report["threads"]["cpus"] == (0, 1, 2, 3)
+    assert "[ rank 0: 0-3 | rank 1: 4-7 | idle: 8-79 ]" in doctor.render(report)
+    healthy.environ = {"VAC_LIBRARY_DIR": str(healthy.root), "VAC_THREADS": "100"}
+    assert "VAC_THREADS" in healthy.collect()["ranks"]["picture"][0][1]

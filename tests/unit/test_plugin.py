@@ -353,6 +353,7 @@ NONSENSE = {
     "VAC_INT4_KERNEL": "onednn",
     "VAC_LM_HEAD": "fp8",
     "VAC_CACHE_DIR": "/dev/null",
+    "VAC_TP": "3",
     "VAC_TIER": "sse4",
     "VAC_BLOCK_UPSTREAM_OPS": "-",
 }

@@ -5,15 +5,16 @@ Everything but :func:`allocate` does with the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_arm_cpu import envs
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Where the kernel does not say: the size of a huge page with 4 KiB base pages, and of
 # the contiguous-PTE block with 64 KiB ones.
 _HUGE_PAGE = 2 << 20
+_arena_nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def allocate(nbytes: int) -> torch.Tensor:
 
     Begins at a huge-page boundary when it is large enough to hold a huge page
     (64 bytes otherwise), with huge pages asked for unless VAC_HUGE_PAGES=0. A
-    page is taken from the node of the thread that first writes to it. Freed
-    with the last tensor that views it.
+    page is taken from the node of the thread that first writes to it, or from
+    those of :func:`bind_arenas`. Freed with the last tensor that views it.
 
     Raises:
         ValueError: a negative size.
@@ -96,6 +98,15 @@ def allocate(nbytes: int) -> torch.Tensor:
     mapping, start = map_aligned(nbytes)
     # frombuffer() holds a reference: the mapping lives as long as the tensor.
     return torch.frombuffer(mapping, dtype=torch.uint8)[start : start + nbytes]
+
+
+def bind_arenas(nodes: Iterable[int]) -> None:
+    """Let the pages of all later arenas come from these nodes alone; none: from anywhere again.
+
+    A kernel that refuses leaves them to first touch.
+    """
+    global _arena_nodes
+    _arena_nodes = tuple(nodes)
 
 
 def map_aligned(nbytes: int) -> tuple[mmap.mmap, int]:
@@ -114,6 +125,9 @@ def map_aligned(nbytes: int) -> tuple[mmap.mmap, int]:
         raise MemoryError(f"cannot map {nbytes} bytes: {error}") from error
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % _HUGE_PAGE
+    if _arena_nodes:
+        with contextlib.suppress(OSError):
+            bind_range(address + -address % mmap.PAGESIZE, nbytes + start, _arena_nodes)
     if envs.VAC_HUGE_PAGES:
         # The last, partial huge page counts: it lies within the mapping, and its tail stays untouched either way.
         advise_huge_pages(address + start, min(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, len(mapping) - start))
@@ -126,25 +140,98 @@ def mempolicy_error() -> int:
     EPERM: a container without CAP_SYS_NICE. ENOSYS: a kernel without NUMA.
     The policy in force is read and set again, so nothing changes.
     """
-    numbers = {"aarch64": (236, 237), "x86_64": (239, 238)}.get(os.uname().machine)
-    if numbers is None:
-        return errno.ENOSYS
-    get_mempolicy, set_mempolicy = numbers
+    try:
+        set_policy(get_policy())
+    except OSError as error:
+        return error.errno or errno.EINVAL
+    return 0
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """Where new pages of a thread come from; kept across fork and exec.
+
+    Attributes:
+        mode: the kernel's MPOL_*, flags included: 0 is the default, the node
+            that the thread runs on.
+        nodes: what the mode refers to.
+    """
+
+    mode: int = 0
+    nodes: tuple[int, ...] = ()
+
+    @classmethod
+    def bind(cls, nodes: Iterable[int]) -> MemoryPolicy:
+        """These nodes and no others, even if they are full."""
+        return cls(2, tuple(sorted(nodes)))
+
+
+def get_policy() -> MemoryPolicy:
+    """The calling thread's memory policy.
+
+    Raises:
+        OSError: a kernel without NUMA.
+    """
+    mode, mask = ctypes.c_int(0), _node_mask(())
+    _policy_call("get_mempolicy", ctypes.byref(mode), mask, _MASK_BITS, None, 0)
+    nodes = tuple(node for node in range(_MASK_BITS) if mask[node // 64] >> (node % 64) & 1)
+    return MemoryPolicy(mode.value, nodes)
+
+
+def set_policy(policy: MemoryPolicy) -> None:
+    """Set the calling thread's memory policy; threads and processes that it starts inherit it.
+
+    Raises:
+        OSError: EPERM where a container forbids it, EINVAL for nodes that have
+            no memory or may not be used, ENOSYS for a kernel without NUMA.
+    """
+    # The default policy is refused when it comes with a mask.
+    mask, bits = (_node_mask(policy.nodes), _MASK_BITS) if policy.nodes else (None, 0)
+    _policy_call("set_mempolicy", policy.mode, mask, bits)
+
+
+def bind_range(address: int, nbytes: int, nodes: Iterable[int]) -> None:
+    """Let the pages of mapped memory come from the nodes alone; pages that exist stay where they are.
+
+    Args:
+        address: a page's beginning.
+
+    Raises:
+        OSError: as :func:`set_policy`.
+    """
+    policy = MemoryPolicy.bind(nodes)
+    _policy_call("mbind", address, nbytes, policy.mode, _node_mask(policy.nodes), _MASK_BITS, 0)
+
+
+# Kernels have at most 1024 nodes, and refuse a mask shorter than theirs or longer than a page.
+_MASK_BITS = 1 << 12
+_POLICY_CALLS = {
+    "aarch64": {"mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237},
+    "x86_64": {"mbind": 237, "get_mempolicy": 239, "set_mempolicy": 238},
+}
+
+
+def _node_mask(nodes: Iterable[int]) -> Any:
+    mask = (ctypes.c_uint64 * (_MASK_BITS // 64))()
+    for node in nodes:
+        mask[node // 64] |= 1 << (node % 64)
+    return mask
+
+
+def _policy_call(name: str, *arguments: Any) -> None:
+    number = _POLICY_CALLS.get(os.uname().machine, {}).get(name)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"{name} on {os.uname().machine}")
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
-    # Kernels have at most 1024 nodes, and refuse a mask shorter than theirs or longer than a page.
-    bits = 1 << 12
-    mask = (ctypes.c_ulong * (bits // 64))()
-    mode = ctypes.c_int(0)
-    none, zero = ctypes.c_void_p(None), ctypes.c_ulong(0)
-    size = ctypes.c_ulong(bits)
-    if syscall(ctypes.c_long(get_mempolicy), ctypes.byref(mode), mask, size, none, zero) != 0:
-        return ctypes.get_errno()
-    # The default policy is refused when it comes with a mask.
-    keep, keep_size = (mask, size) if any(mask) else (none, zero)
-    if syscall(ctypes.c_long(set_mempolicy), mode, keep, keep_size) != 0:
-        return ctypes.get_errno()
-    return 0
+    # As many registers as the kernel looks at, whatever a call needs.
+    wide = [
+        ctypes.c_long(value) if isinstance(value, int) else ctypes.c_void_p(value) if value is None else value
+        for value in arguments
+    ]
+    if syscall(ctypes.c_long(number), *wide) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def advise_huge_pages(address: int, nbytes: int) -> bool:

@@ -29,7 +29,7 @@ from vllm_arm_cpu.runtime.topology import Topology
 
 # What libgomp is told through the environment, and nothing else: GOMP_CPU_AFFINITY would
 # compete with OMP_PLACES.
-_OMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
+OMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,31 @@ class ThreadPlan:
         return len(self.cpus)
 
 
-def plan_threads(topology: Topology, environ: Mapping[str, str] | None = None, node: int | None = None) -> ThreadPlan:
+def plan_threads(
+    topology: Topology,
+    environ: Mapping[str, str] | None = None,
+    node: int | None = None,
+    part: tuple[int, int] = (0, 1),
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> ThreadPlan:
     """Choose one CPU per physical core among those that the process may use.
 
     Args:
         environ: where VAC_THREADS and VAC_BIND are read; the process's by default.
         node: NUMA node to stay on. None: all nodes. If the process may use no
             CPU of it, the nearest node with such CPUs takes its place.
+        part: index and number of equal parts of the node's cores, where several
+            ranks share it.
+        rank, num_ranks: which of the processes that divide the machine this is:
+            VAC_BIND has a list for each, and each gets its part of the cgroup's
+            CPU quota. VAC_THREADS is the number for each.
 
     Raises:
-        EnvError: VAC_BIND or VAC_THREADS asks for CPUs that the process may not use.
+        EnvError: VAC_BIND or VAC_THREADS asks for CPUs that the process may not
+            use, or VAC_BIND has another number of lists than there are ranks.
     """
-    bind = envs.get("VAC_BIND", environ)
+    bind = _bind_of(rank, num_ranks, environ)
     threads: int | None = envs.get("VAC_THREADS", environ)
     reasons: list[str] = []
     allowed = topology.allowed
@@ -78,11 +91,12 @@ def plan_threads(topology: Topology, environ: Mapping[str, str] | None = None, n
         candidates = allowed
         if len(allowed) < len(topology.cpus):
             reasons.append(f"CPUs {format_cpu_list(allowed)} of {len(topology.cpus)} by affinity mask or cgroup")
-    candidates = _on_node(topology, candidates, node, reasons)
+    if num_ranks == 1 or not isinstance(bind, tuple):
+        candidates = _part_of(topology, _on_node(topology, candidates, node, reasons), part)
     # An explicit list is used as it stands; otherwise the first thread of each core comes first and its
     # SMT siblings only serve a VAC_THREADS that is larger than the number of cores.
     ordered, cores = (candidates, len(candidates)) if isinstance(bind, tuple) else _by_core(topology, candidates)
-    count = _count(topology, threads, ordered, cores, reasons)
+    count = _count(topology, threads, ordered, cores, num_ranks, reasons)
     cpus = ordered if isinstance(bind, tuple) else _compact(topology, ordered, count)
     cpus = tuple(cpus[:count])
     if bind == "none":
@@ -168,7 +182,7 @@ def started_with(plan: ThreadPlan, root: str | Path = "/") -> bool:
     start = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
     wanted: dict[str, str] = {}
     export(plan, wanted)
-    return all(start.get(name) == wanted.get(name) for name in _OMP_VARIABLES)
+    return all(start.get(name) == wanted.get(name) for name in OMP_VARIABLES)
 
 
 def pin_openmp_threads(cpus: Sequence[int]) -> None:
@@ -215,6 +229,27 @@ def _loaded_libgomp() -> Any:
     raise RuntimeError("no libgomp is loaded in this process: import torch first")
 
 
+def _bind_of(rank: int, num_ranks: int, environ: Mapping[str, str] | None) -> str | tuple[int, ...]:
+    """VAC_BIND for one rank."""
+    bind = envs.get("VAC_BIND", environ)
+    if isinstance(bind, str):
+        return bind
+    lists = bind if isinstance(bind[0], tuple) else (bind,)
+    if len(lists) != num_ranks:
+        allowed = f"auto, none, or {num_ranks} lists of CPUs with | between them, one for each rank"
+        raise EnvError("VAC_BIND", "|".join(map(format_cpu_list, lists)), allowed)
+    return tuple(lists[rank])
+
+
+def _part_of(topology: Topology, cpus: Sequence[int], part: tuple[int, int]) -> tuple[int, ...]:
+    """Part ``part[0]`` of ``part[1]`` of the cores that the CPUs belong to."""
+    index, count = part
+    if count == 1:
+        return tuple(cpus)
+    cores = topology.cores(cpus)
+    return tuple(cpu for core in cores[len(cores) * index // count : len(cores) * (index + 1) // count] for cpu in core)
+
+
 def _on_node(topology: Topology, cpus: Sequence[int], node: int | None, reasons: list[str]) -> tuple[int, ...]:
     if node is None:
         return tuple(cpus)
@@ -235,8 +270,12 @@ def _by_core(topology: Topology, cpus: Sequence[int]) -> tuple[tuple[int, ...], 
     return tuple(core[i] for i in range(depth) for core in cores if i < len(core)), len(cores)
 
 
-def _count(topology: Topology, threads: int | None, cpus: Sequence[int], cores: int, reasons: list[str]) -> int:
+def _count(
+    topology: Topology, threads: int | None, cpus: Sequence[int], cores: int, num_ranks: int, reasons: list[str]
+) -> int:
     limit = topology.thread_limit
+    if limit is not None:
+        limit = max(1, limit // num_ranks)
     if threads is not None:
         if threads > len(cpus):
             allowed = f"auto, or 1 to {len(cpus)} (CPUs {format_cpu_list(list(cpus))})"
