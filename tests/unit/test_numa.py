@@ -309,6 +309,13 @@ def test_engines_get_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert envs.LOCAL_ENGINES not in os.environ
 
 
+def test_ranks_of_another_launcher(tmp_path: Path) -> None:
+    """Sixteen ranks, of which nobody knows how many are on this machine."""
+    found = read(machines.small_cgroup(), tmp_path)
+    (only,) = engine_plan.plan_engine(config(local_world_size=16, distributed_executor_backend="ray"), found)
+    assert only.threads.cpus == (5, 17, 90)
+
+
 def test_executor_is_for_several_ranks_of_one_machine() -> None:
     assert engine_plan.executor_backend(config()) is None
     assert engine_plan.executor_backend(config(local_world_size=2)) == engine_plan.EXECUTOR_CLASS

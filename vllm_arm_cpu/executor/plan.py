@@ -20,12 +20,16 @@ def plan_engine(parallel_config: ParallelConfig, machine: topology.Topology) -> 
     """Plans of an engine's ranks on this machine.
 
     Data-parallel engines on the same machine divide it: each gets the next
-    ranks of one common plan.
+    ranks of one common plan. Under another launcher than vLLM's own processes
+    (Ray), a rank has the machine to itself.
 
     Raises:
         EnvError: VAC_BIND or VAC_THREADS does not fit.
         ValueError: more ranks than cores.
     """
+    if parallel_config.distributed_executor_backend not in (None, "mp", "uni", EXECUTOR_CLASS):
+        # Ray and other launchers put ranks where they like: what else is on this machine is not known.
+        return numa.plan_ranks(machine, 1)
     per_engine = parallel_config.local_world_size
     engines = max(parallel_config.data_parallel_size_local, int(os.environ.get(envs.LOCAL_ENGINES, "1")), 1)
     index = parallel_config.data_parallel_rank_local or 0
