@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_arm_cpu import envs
-from vllm_arm_cpu.runtime import preload, threads, topology
+from vllm_arm_cpu.runtime import numa, preload, threads, topology
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +67,8 @@ class ArmCpuPlatform(CpuPlatform):
             from vllm_arm_cpu import quantization
 
             quantization.register_configs()
+        elif envs.VAC_TP == "auto":
+            parser.set_defaults(tensor_parallel_size=numa.propose(topology.read()))
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
