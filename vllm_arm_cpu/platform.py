@@ -13,7 +13,8 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_arm_cpu import envs
-from vllm_arm_cpu.runtime import numa, preload, threads, topology
+from vllm_arm_cpu.executor import plan
+from vllm_arm_cpu.runtime import numa, preload, topology
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,8 +96,9 @@ class ArmCpuPlatform(CpuPlatform):
         # Settings that cannot be used must end here, not in a worker minutes later.
         for error in envs.errors():
             raise error
-        threads.plan_threads(topology.read())
         parallel_config = vllm_config.parallel_config
+        plan.remember_engines(parallel_config)
+        plan.plan_engine(parallel_config, topology.read())
         cache_config = vllm_config.cache_config
         single_process = parallel_config.distributed_executor_backend == "uni"
         use_mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla
@@ -116,6 +118,10 @@ class ArmCpuPlatform(CpuPlatform):
         # queue between two processes in every step.
         if single_process:
             parallel_config.distributed_executor_backend = "uni"
+        # Ranks of one machine each have a NUMA node, or a part of one.
+        parallel_config.distributed_executor_backend = (
+            plan.executor_backend(parallel_config) or parallel_config.distributed_executor_backend
+        )
         if default_block_size:
             cache_config.block_size = DEFAULT_BLOCK_SIZE
         elif not use_mla and cache_config.block_size % 16 != 0:
@@ -164,6 +170,11 @@ class ArmCpuPlatform(CpuPlatform):
         super().register_triton_kernel_overrides()
         if HAS_TRITON:
             triton_kernels.register()
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Collectives in shared memory, gloo for what they do not have."""
+        return "vllm_arm_cpu.executor.communicator.ArmCpuCommunicator"
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

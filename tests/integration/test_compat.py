@@ -219,6 +219,14 @@ def test_kv_cache_dtype() -> None:
     assert upstream == own_parameters(kv_cache_dtype.resolve_kv_cache_dtype_string)
 
 
+def test_queue_wait() -> None:
+    """Readers spin for a second, and nobody passes another time."""
+    source = Source("distributed/device_communicators/shm_broadcast.py")
+    assert "busy_loop_s: float=1" in ast.unparse(source._find("SpinCondition.__init__").args)
+    assert "self.last_read + self.busy_loop_s" in source.function("SpinCondition.wait")
+    assert not re.search(r"\bbusy_loop_s=", source.text)
+
+
 @pytest.mark.parametrize("patch", PATCHES)
 def test_every_patch_has_a_test_and_an_end(patch: str) -> None:
     assert f"test_{patch}" in globals(), f"vllm_arm_cpu/compat/{patch}.py has no test here"

@@ -11,6 +11,7 @@ from __future__ import annotations
 # Replaces torch's accelerator functions by no-ops; before anything else of vLLM's worker.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 
+import contextlib
 import gc
 import math
 import os
@@ -27,9 +28,10 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from vllm_arm_cpu import compat, layers, quantization
 from vllm_arm_cpu.compat import checkpoint_pages, torch_threads
+from vllm_arm_cpu.executor.plan import plan_engine
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
-from vllm_arm_cpu.runtime import preload, threads, topology
+from vllm_arm_cpu.runtime import memory, numa, preload, threads, topology
 from vllm_arm_cpu.worker import warmup
 from vllm_arm_cpu.worker.model_runner import ArmCpuModelRunner
 
@@ -65,6 +67,16 @@ class ArmCpuWorker(CPUWorker):
         compat.apply()
         self.topology = topology.read()
         self._affinity = os.sched_getaffinity(0)
+        parallel_config = vllm_config.parallel_config
+        # A rank of several was told by the executor: its own affinity mask shows its cores only.
+        inherited = numa.inherited()
+        plans = plan_engine(parallel_config, self.topology) if inherited is None else ()
+        self.plan = inherited or plans[local_rank % len(plans)]
+        if inherited is None and self.plan.memory_nodes:
+            # An engine of one rank beside others: nobody could set this before its process began.
+            with contextlib.suppress(OSError):
+                memory.set_policy(memory.MemoryPolicy.bind(self.plan.memory_nodes))
+        memory.bind_arenas(self.plan.memory_nodes)
         # CPUWorker's constructor calls into vllm._C; its base class does not.
         Worker.__init__(self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=is_driver_worker)
         self.parallel_config.disable_custom_all_reduce = True
@@ -72,7 +84,7 @@ class ArmCpuWorker(CPUWorker):
 
     def _check_memory(self) -> None:
         """Refuse before loading what could not be allocated afterwards."""
-        total, available = self.topology.memory_bytes(), self.topology.available_memory_bytes()
+        total, available = self._memory()
         cache_config = self.vllm_config.cache_config
         self.requested_cpu_memory = math.ceil(total * cache_config.gpu_memory_utilization)
         kv_cache_bytes = cache_config.kv_cache_memory_bytes
@@ -91,6 +103,15 @@ class ArmCpuWorker(CPUWorker):
                 *map(format_gib, (self.requested_cpu_memory, available, total, limit)),
             )
             self.requested_cpu_memory = limit
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that this rank may count on, and how many of them are free."""
+        nodes, share = self.plan.memory_nodes or None, self.plan.memory_share
+        total, available = self.topology.memory_bytes(nodes), self.topology.available_memory_bytes(nodes)
+        ranks = max(1, self.parallel_config.local_world_size)
+        # The cgroup's limit is one for all ranks, wherever they are.
+        everywhere, left = self.topology.memory_bytes(), self.topology.available_memory_bytes()
+        return min(int(total * share), everywhere // ranks), min(int(available * share), left // ranks)
 
     def init_device(self) -> None:
         """Pin threads, join the process group, build the model runner."""
@@ -116,7 +137,7 @@ class ArmCpuWorker(CPUWorker):
             if bound < len(cpus):
                 logger.warning("threads: the OpenMP team has %d threads, %d were planned", bound, len(cpus))
 
-        plan = threads.apply(threads.plan_threads(self.topology), torch_threads.fix, pin)
+        plan = threads.apply(self.plan.threads, torch_threads.fix, pin)
         logger.info("threads: %d on CPUs %s (%s)", plan.num_threads, list(plan.cpus), "; ".join(plan.reasons))
 
     def shutdown(self) -> None:
@@ -170,7 +191,7 @@ class ArmCpuWorker(CPUWorker):
         """Bytes for the KV cache: what was asked for, or the rest of the share."""
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
-        available = self.topology.available_memory_bytes()
+        _, available = self._memory()
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
             if explicit > available:

@@ -1,0 +1,128 @@
+"""The executor of several ranks on one machine: vLLM's, with every rank born on its NUMA node.
+
+vLLM starts a process for each rank and talks to it through shared-memory queues;
+that stays. What differs is where a rank runs: cores, memory policy and OpenMP
+environment are set before its process exists, so that everything it allocates
+is on its node. Upstream binds threads through variables and memory with vllm._C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+from vllm.logger import init_logger
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from vllm_arm_cpu.compat import queue_wait
+from vllm_arm_cpu.envs import format_cpu_list
+from vllm_arm_cpu.executor.plan import plan_engine
+from vllm_arm_cpu.runtime import numa, topology
+from vllm_arm_cpu.runtime.numa import RankPlan
+
+logger = init_logger("vllm.arm_cpu.executor")
+
+
+class NumaExecutor(MultiprocExecutor):
+    """``MultiprocExecutor`` whose ranks are placed by :mod:`vllm_arm_cpu.runtime.numa`."""
+
+    def _init_executor(self) -> None:
+        self.machine = topology.read()
+        self.plans = plan_engine(self.parallel_config, self.machine)
+        for row in numa.picture(self.machine, self.plans):
+            logger.info("ranks: %s %s", *row)
+        for plan in self.plans:
+            for reason in (*plan.threads.reasons, *plan.reasons):
+                logger.info("rank %d: %s", plan.rank, reason)
+        queue_wait.apply()
+        # The name that upstream's method looks up; its own manager binds nodes by number and
+        # refuses more ranks than nodes.
+        upstream = multiproc_executor.OMPProcessManager
+        multiproc_executor.OMPProcessManager = lambda config: _Births(self.plans)
+        watch = _Watch(self)
+        try:
+            super()._init_executor()
+        except Exception as error:
+            if watch.first is None:
+                raise
+            raise RuntimeError(f"loading failed: {watch.first}") from error
+        finally:
+            multiproc_executor.OMPProcessManager = upstream
+
+    def describe(self, rank: int) -> str:
+        """A rank's name for messages: where it is."""
+        plan = self.plans[rank % len(self.plans)]
+        return f"rank {rank} (node {plan.node}, CPUs {format_cpu_list(plan.threads.cpus)})"
+
+
+class _Births:
+    """Takes the place of vLLM's manager of OpenMP environments: wraps the start of each rank's process."""
+
+    def __init__(self, plans: tuple[RankPlan, ...]) -> None:
+        self._plans = plans
+        self._warned = False
+
+    @contextlib.contextmanager
+    def configure_omp_envs(self, rank: int, local_rank: int) -> Iterator[None]:
+        with numa.environment_of(self._plans[local_rank]) as refused:
+            if refused and not self._warned and refused != errno.ENOSYS:
+                self._warned = True
+                logger.warning(
+                    "memory cannot be bound to NUMA nodes (%s): pages come from the node of the thread that touches "
+                    "them first, and from another one when that is full. In a container: --cap-add SYS_NICE",
+                    os.strerror(refused),
+                )
+            yield
+
+
+class _Watch:
+    """Waits for the first rank's process to end and says which it was and why.
+
+    vLLM's own monitor begins when all ranks are ready, and knows process names only.
+
+    Attributes:
+        first: the sentence about the first rank that ended by itself, or None.
+    """
+
+    def __init__(self, executor: NumaExecutor) -> None:
+        self.first: str | None = None
+        self._executor = executor
+        threading.Thread(target=self._run, name="vac-rank-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        seen: dict[int, BaseProcess] = {}
+        while not getattr(self._executor, "shutting_down", False):
+            for process in multiprocessing.active_children():
+                if process.name.startswith("VllmWorker-"):
+                    seen.setdefault(process.sentinel, process)
+            # Ended ones are not active any more: those seen before are asked.
+            timeout = None if len(seen) == len(self._executor.plans) else 0.2
+            ended = multiprocessing.connection.wait(list(seen), timeout) if seen else []
+            if ended and not getattr(self._executor, "shutting_down", False):
+                process = seen[ended[0]]  # type: ignore[index]
+                who = self._executor.describe(int(process.name.split("-")[1]))
+                self.first = f"{who}, process {process.pid}, {_end_of(process)}"
+                logger.error("%s", self.first)
+                return
+            if not seen:
+                threading.Event().wait(0.2)
+
+
+def _end_of(process: BaseProcess) -> str:
+    process.join(1)
+    code = process.exitcode
+    if code is None:
+        return "has ended"
+    if code >= 0:
+        return f"has ended with exit code {code}; its own message stands above"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+    cause = ": by hand, or by the kernel for want of memory (see dmesg)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{cause}"
