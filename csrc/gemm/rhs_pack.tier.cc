@@ -122,6 +122,7 @@ void gather_rows(const vac_gemm_rhs_gather_rows_args &args, bool all, uint32_t t
         int64_t id = static_cast<int64_t>(i);
         if (!all && args.id_bytes == 8) id = static_cast<const int64_t *>(args.ids)[i];
         if (!all && args.id_bytes == 4) id = static_cast<const int32_t *>(args.ids)[i];
+        if (!all) id -= args.first_id;
         if (id < 0 || static_cast<uint64_t>(id) >= args.n) {
             __builtin_memset(out + begin * size, 0, (end - begin) * size);
             continue;

@@ -5,6 +5,7 @@
 #include "numa/segment.h"
 
 VAC_DEFINE_KERNEL(all_reduce)
+VAC_DEFINE_KERNEL(all_reduce_rms_norm)
 VAC_DEFINE_KERNEL(all_gather)
 VAC_DEFINE_KERNEL(gather)
 VAC_DEFINE_KERNEL(broadcast)
@@ -19,6 +20,10 @@ bool valid(const vac_communicator *communicator) {
     const vac::Head *head = vac::head_of(communicator->segment);
     return head->magic == vac::kMagic && communicator->rank < head->world_size;
 }
+
+bool known_dtype(int32_t dtype) { return dtype == VAC_F32 || dtype == VAC_F16 || dtype == VAC_BF16; }
+
+bool known_phases(int32_t phases) { return phases >= VAC_PHASES_AUTO && phases <= VAC_PHASES_TWO; }
 
 }  // namespace
 
@@ -58,10 +63,24 @@ VAC_EXPORT uint32_t vac_segment_state(const void *segment) {
 }
 
 VAC_EXPORT int vac_all_reduce_check(const vac_all_reduce_args *args) {
-    const bool known = args->dtype == VAC_F32 || args->dtype == VAC_F16 || args->dtype == VAC_BF16;
-    const bool phases = args->phases >= VAC_PHASES_AUTO && args->phases <= VAC_PHASES_TWO;
-    const bool memory = args->count == 0 || (args->in != nullptr && args->out != nullptr);
-    return valid(args->communicator) && known && phases && args->count >= 0 && memory ? VAC_OK : VAC_INVALID_ARGUMENT;
+    const bool memory = args->num_rows * args->row_size == 0 || (args->in != nullptr && args->out != nullptr);
+    const bool good = valid(args->communicator) && known_dtype(args->dtype) && known_phases(args->phases);
+    return good && args->num_rows >= 0 && args->row_size >= 0 && memory ? VAC_OK : VAC_INVALID_ARGUMENT;
+}
+
+VAC_EXPORT int vac_all_reduce_rms_norm_check(const vac_all_reduce_rms_norm_args *args) {
+    if (!valid(args->communicator) || !known_dtype(args->dtype) || !known_phases(args->phases))
+        return VAC_INVALID_ARGUMENT;
+    if (args->weight != nullptr && args->weight_dtype != args->dtype && args->weight_dtype != VAC_F32)
+        return VAC_INVALID_ARGUMENT;
+    if (args->num_tokens < 0 || args->hidden_size < 1) return VAC_INVALID_ARGUMENT;
+    const size_t row_bytes = static_cast<size_t>(args->hidden_size) * (args->dtype == VAC_F32 ? 4 : 2);
+    if (row_bytes > vac::head_of(args->communicator->segment)->slot_bytes) return VAC_INVALID_ARGUMENT;
+    if (args->num_tokens == 0) return VAC_OK;
+    const bool apart = args->num_tokens == 1 || (args->out_token_stride >= args->hidden_size &&
+                                                 args->residual_token_stride >= args->hidden_size);
+    const bool memory = args->in != nullptr && args->out != nullptr && args->residual != nullptr;
+    return apart && memory ? VAC_OK : VAC_INVALID_ARGUMENT;
 }
 
 VAC_EXPORT int vac_gather_check(const vac_gather_args *args) {

@@ -11,65 +11,11 @@
 //   reads sums b, c    reads sums a, c    reads sums a, b     and reads w-1 sums
 #include "vac/numa.h"
 
-#include <arm_neon.h>
-
+#include "common/rms_norm.h"
 #include "numa/meet.h"
 
 namespace vac::VAC_TIER_NS {
 namespace {
-
-struct F32x8 {
-    float32x4_t lo, hi;
-};
-
-inline F32x8 operator+(F32x8 a, F32x8 b) { return {vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi)}; }
-
-// How eight elements of a data type are read as FP32 and written, rounded to nearest even.
-struct F32 {
-    using Element = float;
-    static F32x8 load(const float *p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
-    static void store(float *p, F32x8 v) {
-        vst1q_f32(p, v.lo);
-        vst1q_f32(p + 4, v.hi);
-    }
-};
-
-struct F16 {
-    using Element = uint16_t;
-    static F32x8 load(const uint16_t *p) {
-        const float16x8_t v = vreinterpretq_f16_u16(vld1q_u16(p));
-        return {vcvt_f32_f16(vget_low_f16(v)), vcvt_high_f32_f16(v)};
-    }
-    static void store(uint16_t *p, F32x8 v) {
-        vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(v.lo), v.hi)));
-    }
-};
-
-struct BF16 {
-    using Element = uint16_t;
-    static F32x8 load(const uint16_t *p) {
-        const uint16x8_t v = vld1q_u16(p), zero = vdupq_n_u16(0);
-        return {vreinterpretq_f32_u16(vzip1q_u16(zero, v)), vreinterpretq_f32_u16(vzip2q_u16(zero, v))};
-    }
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    static void store(uint16_t *p, F32x8 v) {
-        vst1q_u16(p, vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(v.lo), v.hi)));
-    }
-#else
-    // A NaN is kept and made quiet.
-    static uint32x4_t round(float32x4_t v) {
-        const uint32x4_t bits = vreinterpretq_u32_f32(v);
-        const uint32x4_t rounded = vsraq_n_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), vshlq_n_u32(bits, 15), 31);
-        return vbslq_u32(vceqq_f32(v, v), rounded, vorrq_u32(bits, vdupq_n_u32(0x400000)));
-    }
-    static void store(uint16_t *p, F32x8 v) {
-        vst1q_u16(p, vuzp2q_u16(vreinterpretq_u16_u32(round(v.lo)), vreinterpretq_u16_u32(round(v.hi))));
-    }
-#endif
-};
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Range {
     int64_t begin, end;
@@ -89,38 +35,17 @@ inline void copy(char *out, const char *in, int64_t bytes) {
 // Elements of a cache line or more, so that no two threads write to one.
 constexpr int64_t kUnit = 64;
 
-// out[i] = sums[i] = source 0 + source 1 + ...; `sums` may be null. The order of additions is the
-// order of ranks, on every rank.
+// out[i] = source 0 + source 1 + ..., and so sums[i] unless it is null. The order of additions is
+// the order of ranks, on every rank.
 template <class Type>
 void sum_sources(const typename Type::Element *const *sources, uint32_t world_size, typename Type::Element *out,
                  typename Type::Element *sums, int64_t count) {
-    using Element = typename Type::Element;
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        F32x8 a = Type::load(sources[0] + i), b = Type::load(sources[0] + i + 8);
-        for (uint32_t r = 1; r < world_size; ++r) {
-            a = a + Type::load(sources[r] + i);
-            b = b + Type::load(sources[r] + i + 8);
-        }
-        Type::store(out + i, a);
-        Type::store(out + i + 8, b);
-        if (sums == nullptr) continue;
-        Type::store(sums + i, a);
-        Type::store(sums + i + 8, b);
-    }
-    for (; i < count; i += 8) {
-        const int64_t left = smaller(count - i, 8);
-        Element buffer[8] = {};
-        for (int64_t k = 0; k < left; ++k) buffer[k] = sources[0][i + k];
-        F32x8 sum = Type::load(buffer);
-        for (uint32_t r = 1; r < world_size; ++r) {
-            for (int64_t k = 0; k < left; ++k) buffer[k] = sources[r][i + k];
-            sum = sum + Type::load(buffer);
-        }
-        Type::store(buffer, sum);
-        for (int64_t k = 0; k < left; ++k) out[i + k] = buffer[k];
-        for (int64_t k = 0; k < left && sums != nullptr; ++k) sums[i + k] = buffer[k];
-    }
+    for_columns(0, count, [&](int64_t i, auto part) {
+        F32x8 sum = load<Type>(sources[0] + i, part);
+        for (uint32_t r = 1; r < world_size; ++r) sum = sum + load<Type>(sources[r] + i, part);
+        store<Type>(out + i, sum, part);
+        if (sums != nullptr) store<Type>(sums + i, sum, part);
+    });
 }
 
 // Bytes that cross in the time of one meeting: about 1.5 us at 20 GB/s.
@@ -132,53 +57,40 @@ inline bool one_phase(int32_t phases, int64_t bytes, int64_t world_size) {
     return bytes <= kBytesPerMeeting * world_size / larger((world_size - 1) * (world_size - 2), 1) || world_size <= 2;
 }
 
+// A message of one rank, and how its pieces pass through the slots.
 template <class Type>
-class AllReduce {
+class Message {
   public:
     using Element = typename Type::Element;
 
-    AllReduce(const vac_all_reduce_args &args, const Member &member)
-        : in_(static_cast<const Element *>(args.in)), out_(static_cast<Element *>(args.out)), member_(member) {}
+    Message(const void *in, const Member &member) : in_(static_cast<const Element *>(in)), member_(member) {}
 
-    // Elements [0, count) of the arrays, through slots of `capacity` elements.
-    void run(int64_t count, int64_t capacity, bool one) {
-        uint32_t step = current_step(member_);
-        for (int64_t begin = 0; begin < count; begin += capacity) {
-            const int64_t size = smaller(count - begin, capacity);
-            if (!(one ? in_one_phase(begin, size, step) : in_two_phases(begin, size, step))) return;
-        }
+    // Where the elements from `begin` on of each rank's piece are read: this rank's input where it is, the
+    // others' in their slots. `begin` counts from the piece's first element, which is the input's `piece`-th.
+    void set_sources(const Element **sources, int64_t piece, int64_t begin, uint32_t step) const {
+        for (uint32_t r = 0; r < member_.world_size; ++r)
+            sources[r] = r == member_.rank ? in_ + piece + begin : slot(r, step) + begin;
     }
 
-  private:
     Element *slot(uint32_t rank, uint32_t step) const {
         return reinterpret_cast<Element *>(slot_of(member_.segment, rank, step));
     }
 
-    // This rank's input is read where it is, the others' in their slots.
-    void set_sources(const Element **sources, int64_t in_begin, int64_t slot_begin, uint32_t step) const {
-        for (uint32_t r = 0; r < member_.world_size; ++r)
-            sources[r] = r == member_.rank ? in_ + in_begin : slot(r, step) + slot_begin;
-    }
+    // A rank's slice of a piece when it is divided.
+    Range slice_of(int64_t size, uint32_t rank) const { return part_of({0, size}, kUnit, rank, member_.world_size); }
 
-    void copy_elements(Element *out, const Element *in, int64_t count) const {
-        copy(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(in),
-             count * static_cast<int64_t>(sizeof(Element)));
-    }
-
-    bool in_one_phase(int64_t begin, int64_t size, uint32_t &step) {
+    // One phase: the whole piece lies in everyone's slot behind it.
+    bool show(int64_t piece, int64_t size, uint32_t &step) const {
         const Range share = part_of({0, size}, kUnit, member_.thread_index, member_.thread_count);
-        const int64_t count = share.end - share.begin;
         ++step;
-        copy_elements(slot(member_.rank, step) + share.begin, in_ + begin + share.begin, count);
-        if (!meet(member_, step)) return false;
-        const Element *sources[VAC_MAX_RANKS];
-        set_sources(sources, begin + share.begin, share.begin, step);
-        sum_sources<Type>(sources, member_.world_size, out_ + begin + share.begin, nullptr, count);
-        return true;
+        copy_elements(slot(member_.rank, step) + share.begin, in_ + piece + share.begin, share.end - share.begin);
+        return meet(member_, step);
     }
 
-    bool in_two_phases(int64_t begin, int64_t size, uint32_t &step) {
-        const Range slice = part_of({0, size}, kUnit, member_.rank, member_.world_size);
+    // Two phases, the first: every rank's sum of its slice lies in its slot behind it, and in `out`, the piece's
+    // place in an array, unless that is null.
+    bool reduce_scatter(int64_t piece, int64_t size, Element *out, uint32_t &step) const {
+        const Range slice = slice_of(size, member_.rank);
         const int64_t slice_size = slice.end - slice.begin;
         // The own slice is read by nobody else: the share is one of the piece without it.
         const Range share = part_of({0, size - slice_size}, kUnit, member_.thread_index, member_.thread_count);
@@ -187,37 +99,105 @@ class AllReduce {
         ++step;
         const Range ranges[] = {before, behind};
         for (const Range &range : ranges)
-            copy_elements(slot(member_.rank, step) + range.begin, in_ + begin + range.begin, range.end - range.begin);
+            copy_elements(slot(member_.rank, step) + range.begin, in_ + piece + range.begin, range.end - range.begin);
         if (!meet(member_, step)) return false;
 
         const Range mine = part_of(slice, kUnit, member_.thread_index, member_.thread_count);
         const Element *sources[VAC_MAX_RANKS];
-        set_sources(sources, begin + mine.begin, mine.begin, step);
+        set_sources(sources, piece, mine.begin, step);
         ++step;
-        sum_sources<Type>(sources, member_.world_size, out_ + begin + mine.begin, slot(member_.rank, step) + mine.begin,
-                          mine.end - mine.begin);
-        if (!meet(member_, step)) return false;
-
-        for (uint32_t i = 1; i < member_.world_size; ++i) {
-            const uint32_t peer = (member_.rank + i) % member_.world_size;
-            const Range sums = part_of({0, size}, kUnit, peer, member_.world_size);
-            const Range part = part_of(sums, kUnit, member_.thread_index, member_.thread_count);
-            copy_elements(out_ + begin + part.begin, slot(peer, step) + part.begin, part.end - part.begin);
-        }
-        return true;
+        sum_sources<Type>(sources, member_.world_size, slot(member_.rank, step) + mine.begin,
+                          out == nullptr ? nullptr : out + mine.begin, mine.end - mine.begin);
+        return meet(member_, step);
     }
 
+    static void copy_elements(Element *out, const Element *in, int64_t count) {
+        copy(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(in),
+             count * static_cast<int64_t>(sizeof(Element)));
+    }
+
+  private:
     const Element *in_;
-    Element *out_;
     const Member member_;
 };
+
+// The sum of piece [begin, begin + size) in `out`.
+template <class Type>
+bool all_reduce_piece(const Message<Type> &message, const Member &member, typename Type::Element *out, int64_t begin,
+                      int64_t size, bool one, uint32_t &step) {
+    out += begin;
+    if (one) {
+        if (!message.show(begin, size, step)) return false;
+        const Range share = part_of({0, size}, kUnit, member.thread_index, member.thread_count);
+        const typename Type::Element *sources[VAC_MAX_RANKS];
+        message.set_sources(sources, begin, share.begin, step);
+        sum_sources<Type>(sources, member.world_size, out + share.begin, nullptr, share.end - share.begin);
+        return true;
+    }
+    if (!message.reduce_scatter(begin, size, out, step)) return false;
+    for (uint32_t i = 1; i < member.world_size; ++i) {
+        const uint32_t peer = (member.rank + i) % member.world_size;
+        const Range part = part_of(message.slice_of(size, peer), kUnit, member.thread_index, member.thread_count);
+        message.copy_elements(out + part.begin, message.slot(peer, step) + part.begin, part.end - part.begin);
+    }
+    return true;
+}
 
 template <class Type>
 void all_reduce_of(const vac_all_reduce_args &args, const Member &member) {
     constexpr auto kSize = static_cast<int64_t>(sizeof(typename Type::Element));
-    const bool one = one_phase(args.phases, args.count * kSize, member.world_size);
-    const auto slot_bytes = static_cast<int64_t>(head_of(member.segment)->slot_bytes);
-    AllReduce<Type>(args, member).run(args.count, slot_bytes / kSize, one);
+    const int64_t count = args.num_rows * args.row_size;
+    const bool one = one_phase(args.phases, count * kSize, member.world_size);
+    const int64_t capacity = static_cast<int64_t>(head_of(member.segment)->slot_bytes) / kSize;
+    const Message<Type> message(args.in, member);
+    auto *out = static_cast<typename Type::Element *>(args.out);
+    uint32_t step = current_step(member);
+    for (int64_t begin = 0; begin < count; begin += capacity)
+        if (!all_reduce_piece(message, member, out, begin, smaller(count - begin, capacity), one, step)) return;
+}
+
+// Elements [begin, begin + count) of a piece's sum, into a row.
+template <class Type>
+void read_sums(const Message<Type> &message, const Member &member, typename Type::Element *out, int64_t piece,
+               int64_t piece_size, int64_t begin, int64_t count, bool one, uint32_t step) {
+    if (one) {
+        const typename Type::Element *sources[VAC_MAX_RANKS];
+        message.set_sources(sources, piece, begin, step);
+        sum_sources<Type>(sources, member.world_size, out, nullptr, count);
+        return;
+    }
+    for (uint32_t rank = 0; rank < member.world_size; ++rank) {
+        const Range slice = message.slice_of(piece_size, rank);
+        const int64_t first = larger(slice.begin, begin), last = smaller(slice.end, begin + count);
+        if (first < last) message.copy_elements(out + (first - begin), message.slot(rank, step) + first, last - first);
+    }
+}
+
+// Pieces are whole rows: behind the last meeting a thread reads its rows' sums into `out`, and adds and norms
+// them there while they are in L1.
+template <class Type, class WeightType, Factor kFactor>
+void all_reduce_norm_of(const vac_all_reduce_rms_norm_args &args, const Member &member) {
+    using Element = typename Type::Element;
+    constexpr auto kSize = static_cast<int64_t>(sizeof(Element));
+    const int64_t size = args.hidden_size, tokens = args.num_tokens;
+    const bool one = one_phase(args.phases, tokens * size * kSize, member.world_size);
+    const int64_t capacity = static_cast<int64_t>(head_of(member.segment)->slot_bytes) / (size * kSize);
+    const Message<Type> message(args.in, member);
+    uint32_t step = current_step(member);
+    for (int64_t begin = 0; begin < tokens; begin += capacity) {
+        const int64_t rows = smaller(tokens - begin, capacity), piece = begin * size;
+        const bool alive =
+            one ? message.show(piece, rows * size, step) : message.reduce_scatter(piece, rows * size, nullptr, step);
+        if (!alive) return;
+        const Share share = share_of(rows, member.thread_index, member.thread_count);
+        for (int64_t row = share.begin; row < share.end; ++row) {
+            Element *out = static_cast<Element *>(args.out) + (begin + row) * args.out_token_stride;
+            read_sums(message, member, out, piece, rows * size, row * size, size, one, step);
+            add_norm_row<Type, WeightType, kFactor>(
+                out, out, static_cast<Element *>(args.residual) + (begin + row) * args.residual_token_stride,
+                static_cast<const typename WeightType::Element *>(args.weight), size, args.eps);
+        }
+    }
 }
 
 // body(row, column, length, offset) for the parts of rows that bytes [begin, end) of the matrix are.
@@ -263,9 +243,16 @@ void all_reduce(const void *untyped, uint32_t thread_index, uint32_t thread_coun
     const auto &args = *static_cast<const vac_all_reduce_args *>(untyped);
     const Member member = member_of(*args.communicator, thread_index, thread_count);
     if (lost(member.segment)) return;
-    if (args.dtype == VAC_F32) all_reduce_of<F32>(args, member);
-    if (args.dtype == VAC_F16) all_reduce_of<F16>(args, member);
-    if (args.dtype == VAC_BF16) all_reduce_of<BF16>(args, member);
+    with_dtype(args.dtype, [&](auto type) { all_reduce_of<decltype(type)>(args, member); });
+}
+
+void all_reduce_rms_norm(const void *untyped, uint32_t thread_index, uint32_t thread_count) {
+    const auto &args = *static_cast<const vac_all_reduce_rms_norm_args *>(untyped);
+    const Member member = member_of(*args.communicator, thread_index, thread_count);
+    if (lost(member.segment)) return;
+    with_norm_types(args, [&](auto type, auto weight_type, auto factor) {
+        all_reduce_norm_of<decltype(type), decltype(weight_type), factor.value>(args, member);
+    });
 }
 
 void all_gather(const void *untyped, uint32_t thread_index, uint32_t thread_count) {

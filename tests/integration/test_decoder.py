@@ -191,12 +191,13 @@ def test_modules_where_they_are_wanted(llm: LLM) -> None:
 def test_misfits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer's parts must not be."""
     layer = model_of(llm).model.layers[0]
-    assert decoder.misfit(layer, torch.bfloat16) is None
+    ranks = decoder.segments(model_of(llm))[0].ranks
+    assert decoder.misfit(layer, torch.bfloat16, ranks) is None
 
     def reason(target: Any, name: str, value: Any) -> str | None:
         with monkeypatch.context() as patch:
             patch.setitem(target.__dict__, name, value)
-            return decoder.misfit(layer, torch.bfloat16)
+            return decoder.misfit(layer, torch.bfloat16, ranks)
 
     attention, mlp = layer.self_attn, layer.mlp
     assert reason(attention.o_proj, "tp_size", 2) == "tensor parallelism"

@@ -47,8 +47,8 @@ def facts(worker: Any) -> dict[str, Any]:
         "places": os.environ["OMP_PLACES"],
         "applied": worker.plan.threads.cpus,
         "communicator": type(communicator).__name__,
-        "shared": communicator.uses_shared_memory,
-        "segment_pids": communicator._segment.pids,
+        "shared": communicator.segment is not None,
+        "segment_pids": communicator.segment.pids,
         "mapped": [
             line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:vllm-arm" in line
         ],

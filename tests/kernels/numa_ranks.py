@@ -81,7 +81,8 @@ class Rank:
         memory = guarded(self.values(self.rank, count, salt, dtype), at_end)
         out = memory if in_place else Guarded(count, memory.dtype, at_end)
         args = ffi.new("vac_all_reduce_args *")
-        args.communicator, args.out, args.count = self.communicator, pointer(out.array), count
+        args.communicator, args.out = self.communicator, pointer(out.array)
+        args.num_rows, args.row_size = (count // 5, 5) if count % 5 == 0 else (1, count)
         setattr(args, "in", pointer(memory.array))
         args.dtype, args.phases = DTYPES[dtype], phases
         assert lib.vac_all_reduce_check(args) == 0
@@ -96,6 +97,48 @@ class Rank:
         memory.check()
         out.check()
         return result.tobytes()
+
+    def all_reduce_rms_norm(
+        self, tokens: int, size: int, dtype: str, phases: int, salt: int, threads: int, in_place: bool, plus_one: bool
+    ) -> bytes:
+        """Bytes of the result and the residual, which have to be those of the two kernels one after the other."""
+        count = tokens * size
+        weight_dtype = "f32" if salt % 2 else dtype
+        weight = guarded(self.values(0, size, salt + 1, weight_dtype), True)
+        wide = size + (0 if in_place else 3)
+        start = encode(np.resize(self.pool[: size * 3 + 1], (tokens, wide)), dtype)
+        memory = guarded(self.values(self.rank, count, salt, dtype), True)
+        residual = guarded(start.reshape(-1)[: max(0, start.size - (wide - size))], True)
+        out = memory if in_place else Guarded(residual.array.size, memory.dtype, True)
+        args = ffi.new("vac_all_reduce_rms_norm_args *")
+        args.communicator, args.out, args.residual = self.communicator, pointer(out.array), pointer(residual.array)
+        setattr(args, "in", pointer(memory.array))
+        args.weight, args.weight_plus_one, args.eps = pointer(weight.array), plus_one, 1e-5
+        args.num_tokens, args.hidden_size, args.out_token_stride = tokens, size, wide
+        args.residual_token_stride, args.phases = wide, phases
+        args.dtype, args.weight_dtype = DTYPES[dtype], DTYPES[weight_dtype]
+        assert lib.vac_all_reduce_rms_norm_check(args) == 0
+        run(kernel("all_reduce_rms_norm"), args, threads)
+
+        total = decode(self.values(0, count, salt, dtype), dtype).copy()
+        for rank in range(1, self.world_size):
+            total += decode(self.values(rank, count, salt, dtype), dtype)
+        expected = guarded(encode(total, dtype))
+        expected_residual = guarded(start.reshape(-1)[: residual.array.size])
+        norm = ffi.new("vac_fused_add_rms_norm_args *")
+        norm.out = norm.x = pointer(expected.array)
+        norm.residual, norm.weight = pointer(expected_residual.array), args.weight
+        norm.num_tokens, norm.hidden_size, norm.eps = tokens, size, args.eps
+        norm.x_token_stride, norm.out_token_stride, norm.residual_token_stride = size, size, wide
+        norm.weight_plus_one, norm.dtype, norm.weight_dtype = plus_one, args.dtype, args.weight_dtype
+        run(kernel("fused_add_rms_norm"), norm, 1)
+        assert (residual.array.view(np.uint8) == expected_residual.array.view(np.uint8)).all(), "not the residual"
+        for token in range(tokens):
+            row = out.array[token * wide : token * wide + size]
+            assert (row == expected.array[token * size : (token + 1) * size]).all(), "not the norm"
+        for buffer in (memory, residual, out, weight):
+            buffer.check()
+        return out.array.tobytes() + residual.array.tobytes()
 
     def gather(
         self, rows: int, row_bytes: int, salt: int, threads: int, root: int | None, padding: int, side_by_side: bool
@@ -229,8 +272,12 @@ def _main(
 # --- bodies -----------------------------------------------------------------
 
 
-def mixed_calls(member: Rank, seed: int, sizes: Sequence[int], large: Sequence[int]) -> str:
+def mixed_calls(
+    member: Rank, seed: int, sizes: Sequence[int], large: Sequence[int], norms: Sequence[tuple[int, int, str]]
+) -> str:
     """All kernels in a random order that is the same on all ranks, with delays that are not; a digest of the results.
+
+    norms: (tokens, hidden size, dtype) of all-reduces with a norm behind them.
 
     Teams have another size on every rank and in every call.
     """
@@ -259,6 +306,11 @@ def mixed_calls(member: Rank, seed: int, sizes: Sequence[int], large: Sequence[i
         elif other < 0.35:
             member.barrier(threads)
         assert member.state == 0
+    for salt, (tokens, size, dtype) in enumerate(norms):
+        for phases in (0, 1, 2):
+            in_place, plus_one, threads = plan.random() < 0.5, plan.random() < 0.3, own.choice([1, 2, 3])
+            digest.update(member.all_reduce_rms_norm(tokens, size, dtype, phases, salt, threads, in_place, plus_one))
+            assert member.state == 0
     return digest.hexdigest()
 
 
@@ -273,7 +325,12 @@ def special_values(member: Rank) -> list[list[int]]:
             with np.errstate(over="ignore"):
                 memory = guarded(encode(rows[member.rank], dtype))
             args = ffi.new("vac_all_reduce_args *")
-            args.communicator, args.out, args.count = member.communicator, pointer(memory.array), 200
+            args.communicator, args.out, args.num_rows, args.row_size = (
+                member.communicator,
+                pointer(memory.array),
+                2,
+                100,
+            )
             setattr(args, "in", pointer(memory.array))
             args.dtype, args.phases = DTYPES[dtype], phases
             run(kernel("all_reduce"), args, 2)
@@ -307,7 +364,7 @@ def until_lost(member: Rank, lost: int, threads: int) -> tuple[int, float]:
     member.barrier(threads)
     args = ffi.new("vac_all_reduce_args *")
     memory = guarded(np.zeros(1000, np.float32))
-    args.communicator, args.out, args.count = member.communicator, pointer(memory.array), 1000
+    args.communicator, args.out, args.num_rows, args.row_size = member.communicator, pointer(memory.array), 1, 1000
     setattr(args, "in", pointer(memory.array))
     run(kernel("all_reduce"), args, threads)
     assert time.monotonic() - begin < 1

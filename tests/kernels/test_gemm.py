@@ -281,15 +281,17 @@ def test_gather_and_unpack(dtype: str, num_threads: int) -> None:
         packed = pack(weight, dtype)
         args = ffi.new("vac_gemm_rhs_gather_rows_args *")
         args.dtype, args.n, args.k, args.packed = DTYPES[dtype], n, k, pointer(packed.array)
-        for id_type in (np.int32, np.int64):
-            ids = guarded(np.concatenate([rng.integers(0, n, 9), [-1, n, n - 1]]).astype(id_type))
+        for id_type, first in ((np.int32, 0), (np.int64, 0), (np.int32, 100)):
+            ids = guarded((first + np.concatenate([rng.integers(0, n, 9), [-1, n, n - 1]])).astype(id_type))
+            args.first_id = first
             out_memory, out = rows_with_stride(np.ones((len(ids.array), k), weight.dtype), k + 1, True)
             args.ids, args.id_bytes, args.num_rows = pointer(ids.array), ids.array.itemsize, len(ids.array)
             args.out, args.out_stride = pointer(out), k + 1
             run(kernel("gemm_rhs_gather_rows"), args, num_threads)
             out_memory.check()
-            valid = (ids.array >= 0) & (ids.array < n)
-            assert (out[valid] == weight[ids.array[valid]]).all()
+            rows = ids.array - first
+            valid = (rows >= 0) & (rows < n)
+            assert (out[valid] == weight[rows[valid]]).all()
             assert (out[~valid] == 0).all()
         memory = Guarded(shape, weight.dtype)
         args.out, args.out_stride = pointer(memory.array), k

@@ -14,6 +14,16 @@ from tests.kernels.support import DTYPES, decode, encode, ffi, guarded, kernel, 
 
 SMALL = [1, 2, 63, 64, 65, 130, 1000, 4097]
 SLOT = 1 << 16
+# Rows of odd lengths, one token and none, more than a slot holds, a row as large as the slot.
+NORMS = [
+    (1, 256, "bf16"),
+    (1, 4099, "bf16"),
+    (3, 100, "f32"),
+    (7, 77, "f16"),
+    (0, 64, "bf16"),
+    (37, 2048, "bf16"),
+    (5, 16384, "f32"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +51,7 @@ def quiet_teams() -> Iterator[None]:
 )
 def test_mixed_calls(world_size: int, sizes: list[int], large: list[int]) -> None:
     """Each rank compares with the sum in rank order; here: all have the same bits."""
-    group = numa_ranks.start(world_size, SLOT, numa_ranks.mixed_calls, world_size, sizes, large)
+    group = numa_ranks.start(world_size, SLOT, numa_ranks.mixed_calls, world_size, sizes, large, NORMS)
     try:
         digests = group.results(range(world_size), 120)
     finally:
@@ -82,7 +92,12 @@ def test_one_rank(threads: int) -> None:
             values = encode(np.random.default_rng(1).standard_normal(70_001).astype(np.float32), dtype)
             source = guarded(values)
             args = ffi.new("vac_all_reduce_args *")
-            args.communicator, args.out, args.count = communicator, pointer(source.array), values.size
+            args.communicator, args.out, args.num_rows, args.row_size = (
+                communicator,
+                pointer(source.array),
+                1,
+                values.size,
+            )
             setattr(args, "in", pointer(source.array))
             args.dtype, args.phases = DTYPES[dtype], phases
             run(kernel("all_reduce"), args, threads)
@@ -144,11 +159,27 @@ def test_sizes_and_checks() -> None:
     assert lib.vac_segment_create(segment, 2, 1) == 0
     assert lib.vac_segment_join(communicator) == 0
     buffer = ffi.new("char[]", 64)
-    reduce = {"communicator": communicator, "out": buffer, "in": buffer, "count": 8, "dtype": lib.VAC_BF16}
+    reduce = {"communicator": communicator, "out": buffer, "in": buffer, "num_rows": 2, "row_size": 4}
+    reduce["dtype"] = lib.VAC_BF16
     assert lib.vac_all_reduce_check(ffi.new("vac_all_reduce_args *", reduce)) == 0
-    for change in ({"dtype": 3}, {"count": -1}, {"phases": 3}, {"in": ffi.NULL}, {"communicator": ffi.NULL}):
+    for change in (
+        {"dtype": 3},
+        {"num_rows": -1},
+        {"row_size": -1},
+        {"phases": 3},
+        {"in": ffi.NULL},
+        {"communicator": ffi.NULL},
+    ):
         args = ffi.new("vac_all_reduce_args *", {**reduce, **change})
         assert lib.vac_all_reduce_check(args) == lib.VAC_INVALID_ARGUMENT
+    fused = {**reduce, "residual": buffer, "num_tokens": 2, "hidden_size": 4}
+    fused |= {"out_token_stride": 4, "residual_token_stride": 4}
+    del fused["num_rows"], fused["row_size"]
+    assert lib.vac_all_reduce_rms_norm_check(ffi.new("vac_all_reduce_rms_norm_args *", fused)) == 0
+    weight = {"weight": buffer, "weight_dtype": lib.VAC_F16}
+    for change in ({"hidden_size": 40_000}, {"residual": ffi.NULL}, {"out_token_stride": 3}, {"phases": -1}, weight):
+        args = ffi.new("vac_all_reduce_rms_norm_args *", {**fused, **change})
+        assert lib.vac_all_reduce_rms_norm_check(args) == lib.VAC_INVALID_ARGUMENT
     rows = {"communicator": communicator, "out": buffer, "in": buffer, "num_rows": 2, "row_bytes": 8}
     rows |= {"in_row_stride": 8, "out_row_stride": 16, "out_rank_stride": 8}
     assert lib.vac_gather_check(ffi.new("vac_gather_args *", rows)) == 0

@@ -64,20 +64,20 @@ class ArmCpuCommunicator(CpuCommunicator):
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; the same bits on every rank for BF16, FP16 and FP32."""
-        segment = self._shared()
+        segment = self.segment
         if segment is None or input_.dtype not in DTYPES or not input_.is_contiguous():
             dist.all_reduce(input_, group=self.device_group)
             return input_
         args = self._reduce.args[0]
         args.out = pointer(input_)
         setattr(args, "in", args.out)
-        args.count, args.dtype = input_.numel(), DTYPES[input_.dtype]
+        args.num_rows, args.row_size, args.dtype = 1, input_.numel(), DTYPES[input_.dtype]
         self._run(self._reduce, segment, input_.nbytes)
         return input_
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' tensors side by side in dimension ``dim``."""
-        segment = self._shared()
+        segment = self.segment
         if segment is None:
             return super().all_gather(input_, dim)
         output = self._gathered(input_, dim)
@@ -86,7 +86,7 @@ class ArmCpuCommunicator(CpuCommunicator):
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
         """As :meth:`all_gather`, on rank ``dst`` of the group alone; None on the others."""
-        segment = self._shared()
+        segment = self.segment
         if segment is None:
             result: torch.Tensor | None = super().gather(input_, dst, dim)
             return result
@@ -96,7 +96,7 @@ class ArmCpuCommunicator(CpuCommunicator):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Rank ``src``'s tensor into everyone's."""
-        segment = self._shared()
+        segment = self.segment
         if segment is None or not tensor.is_contiguous():
             return super().broadcast(tensor, src)
         args = self._broadcast.args[0]
@@ -112,12 +112,8 @@ class ArmCpuCommunicator(CpuCommunicator):
         super().destroy()
 
     @property
-    def uses_shared_memory(self) -> bool:
-        """Whether the group has a segment; made now if it was not used yet, by all ranks together."""
-        return self._shared() is not None
-
-    def _shared(self) -> Segment | None:
-        """The segment; all ranks come here with their first collective and make it together."""
+    def segment(self) -> Segment | None:
+        """The group's segment, None without shared memory; all ranks come here first together, and make it."""
         if self._segment_made:
             return self._segment
         self._segment_made = True

@@ -58,6 +58,7 @@ class Segment:
     ) -> None:
         self._lib = library.load()
         self.name, self.rank, self.world_size = name, rank, world_size
+        self.slot_bytes = slot_bytes
         size = int(self._lib.vac_segment_size(world_size, slot_bytes))
         descriptor, error = -1, None
         try:

@@ -4,7 +4,8 @@ Once the weights are packed, :func:`install` looks at every decoder layer. One
 whose forwards are those of Llama's family, and whose parts all have kernels,
 no longer runs its modules: consecutive layers become one :class:`Program`,
 which the first of them runs and whose result the others hand on. Everything
-else, such as a layer with LoRA or a tensor-parallel one, runs as vLLM wrote it.
+else, such as a layer with LoRA, runs as vLLM wrote it. Tensor-parallel ranks meet inside
+the list, where a row-parallel layer's partial results are summed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vllm_arm_cpu import envs
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl, ArmAttentionMetadata
 from vllm_arm_cpu.layers import activation, norm, rotary
 from vllm_arm_cpu.layers.linear_candidates import PackedLinear
+from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.native.call import DTYPES
 from vllm_arm_cpu.native.library import ffi
 from vllm_arm_cpu.native.program import Program, Rows, Slot
@@ -115,11 +117,13 @@ def native_linear(layer: Any) -> NativeLinear | None:
     return kernel if isinstance(kernel, PackedLinear) and type(layer.quant_method) is UnquantizedLinearMethod else None
 
 
-def _linear_misfit(layer: Any, kind: Any, dtype: torch.dtype) -> str | None:
+def _linear_misfit(layer: Any, kind: Any, dtype: torch.dtype, ranks: Ranks) -> str | None:
     if type(layer) is not kind:
         return f"{type(layer).__name__} instead of {kind.__name__}"
-    if layer.tp_size != 1:
-        return "tensor parallelism"
+    if layer.tp_size != ranks.world_size:
+        return "a linear layer that is not divided over the ranks"
+    if kind is RowParallelLinear and not (layer.input_is_parallel and layer.reduce_results):
+        return "partial results that others sum"
     if not layer.return_bias or (layer.skip_bias_add and layer.bias is not None):
         return "a linear layer that leaves its bias to others"
     linear = native_linear(layer)
@@ -140,8 +144,10 @@ def _attention_misfit(attn: Any, dtype: torch.dtype) -> str | None:
     return None
 
 
-def misfit(layer: Any, dtype: torch.dtype) -> str | None:
+def misfit(layer: Any, dtype: torch.dtype, ranks: Ranks) -> str | None:
     """Why a decoder layer cannot be an op list over ``dtype``, or None."""
+    if not ranks.usable:
+        return "the ranks do not share memory"
     if not same_code(forward_of(layer), _LAYERS):
         return f"{type(layer).__name__} is not of Llama's family"
     attention: Any = getattr(layer, "self_attn", None)
@@ -158,10 +164,10 @@ def misfit(layer: Any, dtype: torch.dtype) -> str | None:
     if _has_head_norms(attention):
         norms += [attention.q_norm, attention.k_norm]
     reasons = [
-        _linear_misfit(attention.qkv_proj, QKVParallelLinear, dtype),
-        _linear_misfit(attention.o_proj, RowParallelLinear, dtype),
-        _linear_misfit(mlp.gate_up_proj, MergedColumnParallelLinear, dtype),
-        _linear_misfit(mlp.down_proj, RowParallelLinear, dtype),
+        _linear_misfit(attention.qkv_proj, QKVParallelLinear, dtype, ranks),
+        _linear_misfit(attention.o_proj, RowParallelLinear, dtype, ranks),
+        _linear_misfit(mlp.gate_up_proj, MergedColumnParallelLinear, dtype, ranks),
+        _linear_misfit(mlp.down_proj, RowParallelLinear, dtype, ranks),
         *(norm.not_native(module, dtype) for module in norms),
         rotary.not_native(attention.rotary_emb, dtype),
         _attention_misfit(attention.attn, dtype),
@@ -242,12 +248,16 @@ class Step:
         layers: decoder layers without a misfit.
         has_residual: whether the first one is given a residual.
         metadata: of the step at hand; layers with the same metadata are of one KV cache group for good.
+        ranks: over which the layers are divided.
     """
 
-    def __init__(self, layers: list[Any], has_residual: bool, metadata: dict[str, Any], buffers: Buffers) -> None:
+    def __init__(
+        self, layers: list[Any], has_residual: bool, metadata: dict[str, Any], buffers: Buffers, ranks: Ranks
+    ) -> None:
         names = ("tokens", "positions", "x", "x_stride", "residual", "residual_stride", "hidden", "qkv", "attention")
         self.slots = {name: Slot(name) for name in (*names, "gate_up", "out", "workspace")}
         self.program = Program()
+        self.ranks = ranks
         self.lengths: list[int] = []
         self.buffers = buffers
         self.groups: dict[int, tuple[str, _GroupSlots]] = {}
@@ -259,7 +269,7 @@ class Step:
             before = self.program.pending
             self._add_layer(layer, group, i == 0, i + 1 == len(layers), has_residual)
             self.lengths.append(self.program.pending - before)
-        self._end()
+        self._end(_linear_of(layers[-1].mlp.down_proj).n)
         self.program.finish()
 
     last_output = "out"
@@ -268,8 +278,9 @@ class Step:
     def _begin(self) -> None:
         """Append what comes before the layers; nothing here."""
 
-    def _end(self) -> None:
-        """Append what comes behind the layers; nothing here."""
+    def _end(self, size: int) -> None:
+        """Append what comes behind the layers: their last output [tokens, size] is a sum over ranks."""
+        self.ranks.add_all_reduce(self.program, self.buffers.dtype, self.slots["tokens"], size, self.slots["out"])
 
     def _add_layer(self, layer: Any, group: _GroupSlots, first: bool, last: bool, has_residual: bool) -> None:
         """Append a layer's ops. ``hidden`` holds what the last linear made, and its norm."""
@@ -284,8 +295,9 @@ class Step:
         buffers.want("attention", linears[o_proj].k)
         buffers.want_workspace(max(linear.program_workspace() for linear in linears.values()))
 
-        def matmul(linear: Any, x: Rows, out: Rows) -> None:
-            linears[linear].add_to(program, tokens, x, out, linear.bias, slots["workspace"])
+        def matmul(linear: Any, x: Rows, out: Rows, partial: bool = False) -> None:
+            bias = self.ranks.bias_of(linear) if partial else linear.bias
+            linears[linear].add_to(program, tokens, x, out, bias, slots["workspace"])
 
         hidden = Rows(slots["hidden"], size)
         given, residual = Rows(slots["x"], slots["x_stride"]), Rows(slots["residual"], slots["residual_stride"])
@@ -293,24 +305,36 @@ class Step:
         attended = Rows(slots["attention"], linears[o_proj].k)
         gated = Rows(slots["gate_up"], linears[gate_up].n)
 
-        norm.add_norm(
-            program,
-            layer.input_layernorm,
-            dtype,
-            tokens,
-            given if first else hidden,
-            hidden,
-            residual=None if first and not has_residual else residual,
-        )
+        if first:
+            norm.add_norm(
+                program,
+                layer.input_layernorm,
+                dtype,
+                tokens,
+                given,
+                hidden,
+                residual=residual if has_residual else None,
+            )
+        else:
+            self._add_sum_and_norm(layer.input_layernorm, hidden, residual)
         matmul(qkv_proj, hidden, qkv)
         self._add_attention(attention, dtype, group, qkv, attended)
-        matmul(o_proj, attended, hidden)
-        norm.add_norm(program, layer.post_attention_layernorm, dtype, tokens, hidden, hidden, residual=residual)
+        matmul(o_proj, attended, hidden, partial=True)
+        self._add_sum_and_norm(layer.post_attention_layernorm, hidden, residual)
         matmul(gate_up, hidden, gated)
         kind = activation.kind(mlp.act_fn)
         assert kind is not None
         activation.add_activation(program, kind, dtype, tokens, gated, linears[gate_up].n // 2)
-        matmul(down, gated, Rows(slots[self.last_output], size) if last else hidden)
+        matmul(down, gated, Rows(slots[self.last_output], size) if last else hidden, partial=True)
+
+    def _add_sum_and_norm(self, module: Any, hidden: Rows, residual: Rows, out: Rows | None = None) -> None:
+        """Append what follows a row-parallel layer: the ranks' sum, the residual's, and a norm (into ``hidden``)."""
+        dtype, tokens = self.buffers.dtype, self.slots["tokens"]
+        out = hidden if out is None else out
+        if self.ranks.add_all_reduce_norm(self.program, module, dtype, tokens, hidden.base, out, residual):
+            return
+        self.ranks.add_all_reduce(self.program, dtype, tokens, module.weight.shape[0], hidden.base)
+        norm.add_norm(self.program, module, dtype, tokens, hidden, out, residual=residual)
 
     def _add_attention(self, attention: Any, dtype: torch.dtype, group: _GroupSlots, qkv: Rows, attended: Rows) -> None:
         program, tokens = self.program, self.slots["tokens"]
@@ -412,6 +436,7 @@ class Segment:
     layers: list[Any]
     parent: Any
     buffers: Buffers
+    ranks: Ranks
     fresh: bool
     result: torch.Tensor | None = None
     steps: dict[Any, Step] = field(default_factory=dict)
@@ -438,6 +463,7 @@ class Segment:
         tokens, size = hidden_states.shape
         out = self.output(tokens, size, hidden_states.dtype)
         self._step(residual is not None, metadata, positions, hidden_states, residual, out).program.run()
+        self.ranks.check()
         self.result = out
         return out, hidden_states if residual is None else residual
 
@@ -468,7 +494,7 @@ class Segment:
         residual: torch.Tensor | None,
         out: torch.Tensor,
     ) -> Step:
-        step = self.step(has_residual, lambda: Step(self.layers, has_residual, metadata, self.buffers))
+        step = self.step(has_residual, lambda: Step(self.layers, has_residual, metadata, self.buffers, self.ranks))
         self.buffers.reserve(x.shape[0])
         step.prepare(metadata, positions, x, x if residual is None else residual, out)
         return step
@@ -539,20 +565,22 @@ def install(model: torch.nn.Module, config: VllmConfig) -> str | None:
         return None
     dtype = config.model_config.dtype
     everywhere = _everywhere(config)
-    buffers = Buffers(dtype)
+    buffers, ranks = Buffers(dtype), Ranks()
     kept = config.model_config.runner_type == "pooling" or config.parallel_config.pipeline_parallel_size > 1
     reasons: dict[str, int] = {}
     fitting, total, calls = 0, 0, 0
     classes: dict[type, type] = {}
     for parent, layers in lists:
-        reasoned = [(layer, everywhere or misfit(layer, dtype)) for layer in layers if hasattr(layer, "self_attn")]
+        reasoned = [
+            (layer, everywhere or misfit(layer, dtype, ranks)) for layer in layers if hasattr(layer, "self_attn")
+        ]
         total += len(reasoned)
         for _, reason in reasoned:
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
         plain_loop = same_code(forward_of(parent), _MODELS)
         for run in _runs(reasoned, plain_loop):
-            segment = Segment(run, parent if plain_loop else None, buffers, fresh=kept or not plain_loop)
+            segment = Segment(run, parent if plain_loop else None, buffers, ranks, fresh=kept or not plain_loop)
             fitting, calls = fitting + len(run), calls + 1
             for layer in run:
                 cls = type(layer)

@@ -131,11 +131,14 @@ class PackedLinear:
         program.rows(args, "lhs", x, "lhs_stride")
         program.rows(args, "out", out, "out_stride")
 
-    def add_embedding_to(self, program: Program, rows: Slot, ids: Slot, out: Rows) -> None:
-        """Append the lookup of int32 ids [rows] to a program: out [rows, K]."""
+    def add_embedding_to(self, program: Program, rows: Slot, ids: Slot, out: Rows, first_id: int = 0) -> None:
+        """Append the lookup of int32 ids [rows] to a program: out [rows, K].
+
+        first_id: that of the weight's first row; ids that it does not hold give rows of zeros.
+        """
         args = program.op("vac_gemm_rhs_gather_rows", "vac_gemm_rhs_gather_rows_args", ids=ids, num_rows=rows)
         args.dtype, args.id_bytes, args.n, args.k = DTYPES[self.dtype], 4, self.n, self.k
-        args.packed = pointer(self.packed)
+        args.packed, args.first_id = pointer(self.packed), first_id
         program.keep(self.packed)
         program.rows(args, "out", out, "out_stride")
 

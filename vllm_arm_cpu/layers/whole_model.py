@@ -22,6 +22,7 @@ from vllm_arm_cpu.layers import decoder, norm
 from vllm_arm_cpu.layers.decoder import Hooks, Segment, Step, forward_of, same_code
 from vllm_arm_cpu.layers.embedding import ArmLogitsProcessor
 from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse
+from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.native.call import DTYPES
 from vllm_arm_cpu.native.program import Rows, Slot
 
@@ -48,14 +49,14 @@ def misfit(model: Any) -> str | None:
     if (
         type(embedding) is not VocabParallelEmbedding
         or type(embedding.quant_method) is not UnquantizedEmbeddingMethod
-        or embedding.tp_size != 1
+        or not _divided(embedding, segments[0].ranks)
         or (not isinstance(embedding.cpu_linear, PackedLinear) and embedding.weight.dtype != dtype)
     ):
-        return "its embedding is quantized or divided"
+        return "its embedding is quantized, or divided in another way"
     if (
         type(head) not in (ParallelLMHead, VocabParallelEmbedding)
         or type(head.quant_method) not in plain
-        or head.tp_size != 1
+        or not _divided(head, segments[0].ranks)
         or not isinstance(_packed(head), PackedLinear)
     ):
         return "its lm_head does not run on this package's kernels"
@@ -70,6 +71,11 @@ def misfit(model: Any) -> str | None:
     return norm.not_native(inner.norm, dtype)
 
 
+def _divided(embedding: Any, ranks: Ranks) -> bool:
+    """Whether each rank holds a part of the vocabulary, without tokens that LoRA adds."""
+    return bool(embedding.tp_size == ranks.world_size and embedding.shard_indices.num_added_elements_padded == 0)
+
+
 def _packed(head: Any) -> Any:
     linear = head.__dict__.get("cpu_linear")
     return linear.pack() if isinstance(linear, PackOnFirstUse) else linear
@@ -82,33 +88,37 @@ class _ModelStep(Step):
 
     def __init__(self, model: Any, segment: Segment, metadata: dict[str, Any]) -> None:
         self._model = model
-        self.ids, self.logits = Slot("input_ids"), Slot("logits")
+        self.ids, self.shard, self.logits = Slot("input_ids"), Slot("shard"), Slot("logits")
         self.without_logits = 0
-        super().__init__(segment.layers, False, metadata, segment.buffers)
+        super().__init__(segment.layers, False, metadata, segment.buffers, segment.ranks)
 
     def _begin(self) -> None:
         embedding = self._model.model.embed_tokens
         size = self._model.model.norm.weight.shape[0]
         self.buffers.want("x", size)
         out, tokens = Rows(self.slots["x"], size), self.slots["tokens"]
+        # Ids of other ranks' parts give rows of zeros.
+        first = embedding.shard_indices.org_vocab_start_index
         if isinstance(embedding.cpu_linear, PackedLinear):
-            embedding.cpu_linear.add_embedding_to(self.program, tokens, self.ids, out)
-            return
-        table = embedding.weight.data
-        args = self.program.op("vac_embedding", "vac_embedding_args", ids=self.ids, num_tokens=tokens, table=table)
-        args.ids_are_int64, args.hidden_size, args.table_row_stride = 0, size, table.stride(0)
-        args.vocab_start, args.vocab_end, args.dtype = 0, table.shape[0], DTYPES[table.dtype]
-        self.program.rows(args, "out", out, "out_token_stride")
+            embedding.cpu_linear.add_embedding_to(self.program, tokens, self.ids, out, first)
+        else:
+            table = embedding.weight.data
+            args = self.program.op("vac_embedding", "vac_embedding_args", ids=self.ids, num_tokens=tokens, table=table)
+            args.ids_are_int64, args.hidden_size, args.table_row_stride = 0, size, table.stride(0)
+            args.vocab_start, args.vocab_end, args.dtype = first, first + table.shape[0], DTYPES[table.dtype]
+            self.program.rows(args, "out", out, "out_token_stride")
+        self.ranks.add_all_reduce(self.program, self.buffers.dtype, tokens, size, self.slots["x"])
 
-    def _end(self) -> None:
+    def _end(self, size: int) -> None:
         module, slots, head = self._model.model.norm, self.slots, _packed(self._model.lm_head)
-        size = module.weight.shape[0]
         hidden, out, residual = (Rows(slots[name], size) for name in ("hidden", "out", "residual"))
-        norm.add_norm(self.program, module, self.buffers.dtype, slots["tokens"], hidden, out, residual=residual)
+        self._add_sum_and_norm(module, hidden, residual, out)
         self.without_logits = self.program.pending
         self.buffers.want_workspace(head.program_workspace())
-        logits = Rows(self.logits, head.n)
+        logits = Rows(self.logits if self.ranks.world_size == 1 else self.shard, head.n)
         head.add_to(self.program, slots["tokens"], out, logits, None, slots["workspace"], torch.float32)
+        if self.ranks.world_size > 1:
+            self.ranks.add_all_gather(self.program, slots["tokens"], head.n, logits, self.logits)
 
 
 class WholeModel:
@@ -120,7 +130,11 @@ class WholeModel:
         self._hooks = Hooks([model])
         self._size: int = model.model.norm.weight.shape[0]
         self._vocab: int = model.logits_processor.org_vocab_size
-        self._columns: int = _packed(model.lm_head).n
+        self._ranks = self._segment.ranks
+        self._shard_columns: int = _packed(model.lm_head).n
+        self._columns = self._shard_columns * self._ranks.world_size
+        # This rank's logits, before all ranks' stand side by side; not for one rank.
+        self._shard = torch.empty(0, dtype=torch.float32)
         self._logits = [torch.empty((0, self._columns), dtype=torch.float32)] * 2
         self._views = list(self._logits)
         self._turn = 0
@@ -150,10 +164,16 @@ class WholeModel:
         step.prepare_layers(metadata, tokens, positions, out)
         if not with_logits:
             program.run(0, step.without_logits)
+            self._ranks.check()
             return out, None
         logits = self._room(tokens)
         program.set(step.logits, logits.data_ptr())
+        if self._ranks.world_size > 1:
+            if self._shard.numel() < tokens * self._shard_columns:
+                self._shard = torch.empty(self._logits[self._turn].shape[0] * self._shard_columns)
+            program.set(step.shard, self._shard.data_ptr())
         program.run()
+        self._ranks.check()
         return out, logits
 
     def _room(self, rows: int) -> torch.Tensor:

@@ -48,7 +48,8 @@ def obstacle(runner: Any) -> str | None:
         "inputs other than text": runner.supports_mm_inputs or runner.enable_prompt_embeds,
         "an encoder": model_config.is_encoder_decoder,
         "positions of several dimensions": runner.uses_mrope,
-        "parallelism": parallel.world_size_across_dp > 1 or parallel.enable_dbo,
+        "parallelism other than of tensors": parallel.world_size_across_dp != parallel.tensor_parallel_size
+        or parallel.enable_dbo,
         "asynchronous scheduling": runner.use_async_scheduling,
         "expert load balancing": runner.eplb_state is not None,
         "connectors": config.kv_transfer_config is not None or config.ec_transfer_config is not None,

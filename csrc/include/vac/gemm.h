@@ -87,17 +87,18 @@ typedef struct vac_gemm_rhs_gather_rows_args {
     size_t n;
     size_t k;
     const void *packed; /* vac_gemm_rhs_pack's output for (dtype, n, k) */
-    const void *ids;    /* [num_rows]; ids outside [0, n) give a row of zeros */
+    const void *ids;    /* [num_rows]; ids outside [first_id, first_id + n) give a row of zeros */
+    int64_t first_id;   /* that of weight's first row: another rank may hold those before */
     size_t num_rows;
     void *out; /* [num_rows, k] of dtype, row stride out_stride >= k; written */
     size_t out_stride;
 } vac_gemm_rhs_gather_rows_args;
 
-/* Kernel: out[i, :] = weight[ids[i], :], bit for bit. */
+/* Kernel: out[i, :] = weight[ids[i] - first_id, :], bit for bit. */
 void vac_gemm_rhs_gather_rows(const void *args /* vac_gemm_rhs_gather_rows_args */, uint32_t thread_index,
                               uint32_t thread_count);
 
-/* Kernel: out = weight; ids, id_bytes and num_rows are ignored. */
+/* Kernel: out = weight; ids, first_id, id_bytes and num_rows are ignored. */
 void vac_gemm_rhs_unpack(const void *args /* vac_gemm_rhs_gather_rows_args */, uint32_t thread_index,
                          uint32_t thread_count);
 

@@ -70,15 +70,39 @@ enum vac_all_reduce_phases {
  * wait would cost more than the bytes it saves. */
 typedef struct vac_all_reduce_args {
     const vac_communicator *communicator;
-    void *out;      /* [count] dtype, written; may be in itself */
-    const void *in; /* [count] dtype, read */
-    int64_t count;
-    int32_t dtype;  /* enum vac_dtype */
-    int32_t phases; /* enum vac_all_reduce_phases, the same on all ranks */
+    void *out;      /* [num_rows, row_size] dtype, written; may be in itself */
+    const void *in; /* [num_rows, row_size] dtype, read */
+    int64_t num_rows;
+    int64_t row_size; /* elements; rows are contiguous */
+    int32_t dtype;    /* enum vac_dtype */
+    int32_t phases;   /* enum vac_all_reduce_phases, the same on all ranks */
 } vac_all_reduce_args;
 
 void vac_all_reduce(const void *args, uint32_t thread_index, uint32_t thread_count);
 int vac_all_reduce_check(const vac_all_reduce_args *args);
+
+/* vac_all_reduce, and vac_fused_add_rms_norm of its result, with the same bits as the two:
+ * x = sum over ranks of in, rounded to dtype; residual += x; out = norm(residual).
+ * residual is the same on all ranks before, and so it is behind. Split over tokens. */
+typedef struct vac_all_reduce_rms_norm_args {
+    const vac_communicator *communicator;
+    void *out;          /* [num_tokens, hidden_size] dtype, written; may be in itself (then contiguous) */
+    const void *in;     /* [num_tokens, hidden_size] dtype, contiguous, read; a row must fit in a slot */
+    void *residual;     /* [num_tokens, hidden_size] dtype, read and written */
+    const void *weight; /* [hidden_size] weight_dtype, read; NULL: all ones */
+    int64_t num_tokens;
+    int64_t hidden_size;
+    int64_t out_token_stride;
+    int64_t residual_token_stride;
+    float eps;
+    int32_t weight_plus_one; /* nonzero: the factor is 1 + weight (Gemma) */
+    int32_t dtype;           /* enum vac_dtype, of in, residual and out */
+    int32_t weight_dtype;    /* the same as dtype, or VAC_F32 */
+    int32_t phases;          /* enum vac_all_reduce_phases, the same on all ranks */
+} vac_all_reduce_rms_norm_args;
+
+void vac_all_reduce_rms_norm(const void *args, uint32_t thread_index, uint32_t thread_count);
+int vac_all_reduce_rms_norm_check(const vac_all_reduce_rms_norm_args *args);
 
 /* Rank r's rows go to out + r * out_rank_stride, rows out_row_stride bytes apart: with
  * row_bytes as the rank stride, ranks stand side by side in each row. vac_all_gather
