@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     VAC_LM_HEAD: str
     VAC_PLUGIN: bool
     VAC_PRELOAD: bool
+    VAC_RANK_TIMEOUT: int
     VAC_THREADS: int | None
     VAC_TIER: str
     VAC_TP: str
@@ -217,6 +218,12 @@ def _parse_threads(text: str) -> int | None:
     return int(text)
 
 
+def _parse_seconds(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 3600:
+        raise ValueError(text)
+    return int(text)
+
+
 def _parse_bind(text: str) -> str | tuple[int, ...] | tuple[tuple[int, ...], ...]:
     if text in ("auto", "none"):
         return text
@@ -267,6 +274,14 @@ VARIABLES: tuple[Variable, ...] = (
         "auto: `vllm serve` without --tensor-parallel-size starts one rank per NUMA node. The model's number of "
         "heads must be divisible by it.",
         _parse_choice("", "auto"),
+    ),
+    Variable(
+        "VAC_RANK_TIMEOUT",
+        "8",
+        "seconds, from 1 to 3600",
+        "How long a tensor-parallel rank waits in the middle of a step for another one that lives but does not come, "
+        "before the engine ends with a message that names it. A rank whose process has ended is noticed at once.",
+        _parse_seconds,
     ),
     Variable(
         "VAC_HUGE_PAGES",

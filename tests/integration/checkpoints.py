@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 SIZES: dict[str, Any] = {
@@ -53,6 +56,36 @@ def save(model: PreTrainedModel, directory: Path) -> Path:
         state.pop("lm_head.weight", None)
     model.config.dtype = torch.bfloat16
     model.save_pretrained(directory, state_dict=state)
+    return directory
+
+
+def for_three_ranks(source: Path, directory: Path) -> Path:
+    """The embedded checkpoint with sizes that three ranks can share, and the same results.
+
+    A third key head with its queries, intermediate columns and tokens are added, all of zeros.
+    """
+    config = json.loads((source / "config.json").read_text())
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    rows = {
+        "q_proj": heads // kv_heads * (kv_heads + 1) * size,
+        "k_proj": (kv_heads + 1) * size,
+        "v_proj": (kv_heads + 1) * size,
+        "gate_proj": 576,
+        "up_proj": 576,
+        "embed_tokens": 2112,
+    }
+    columns = {"o_proj": rows["q_proj"], "down_proj": 576}
+    state = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer = name.split(".")[-2]
+        larger = tensor.new_zeros(rows.get(layer, tensor.shape[0]), *(columns.get(layer, n) for n in tensor.shape[1:]))
+        larger[tuple(slice(n) for n in tensor.shape)] = tensor
+        state[name] = larger
+    shutil.copytree(source, directory)
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    config |= {"num_attention_heads": rows["q_proj"] // size, "num_key_value_heads": kv_heads + 1}
+    config |= {"intermediate_size": rows["gate_proj"], "vocab_size": rows["embed_tokens"]}
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

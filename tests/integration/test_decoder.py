@@ -200,14 +200,15 @@ def test_misfits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             return decoder.misfit(layer, torch.bfloat16, ranks)
 
     attention, mlp = layer.self_attn, layer.mlp
-    assert reason(attention.o_proj, "tp_size", 2) == "tensor parallelism"
+    assert "divided" in str(reason(attention.o_proj, "tp_size", 2))
+    assert "others sum" in str(reason(mlp.down_proj, "reduce_results", False))
     assert "kernels" in str(reason(mlp.down_proj, "cpu_linear", torch.nn.functional.linear))
     assert "bias" in str(reason(mlp.down_proj, "return_bias", False))
     assert "attention" in str(reason(attention.attn, "kv_sharing_target_layer_name", "model.layers.0.self_attn.attn"))
     assert "MLP" in str(reason(mlp, "forward", lambda x: x))
     assert "family" in str(reason(layer, "forward", lambda *_: None))
     assert "part of its input" in str(reason(layer.input_layernorm, "variance_size_override", 8))
-    assert decoder.misfit(layer, torch.float32) == "linear layers of several types"
+    assert decoder.misfit(layer, torch.float32, ranks) == "linear layers of several types"
 
 
 @pytest.mark.parametrize("case", ["switched off", pytest.param("traced", marks=pytest.mark.slow)])

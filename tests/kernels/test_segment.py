@@ -29,9 +29,11 @@ def rank_main(rank: int, world_size: int, connection: Any, foreign: int | None) 
 
     if rank == foreign:
         identity = module._identity
-        module._identity = lambda descriptor: identity(descriptor).__class__("elsewhere", 0, os.getpid())
+        module._identity = lambda place, descriptor: identity(place, descriptor).__class__(
+            "elsewhere", 0, os.getpid(), place
+        )
     try:
-        segment = Segment("tp:0", rank, world_size, 100_000, exchange)
+        segment = Segment("tp:0", rank, world_size, 100_000, exchange, 3, f"node {rank}")
     except OSError as error:
         connection.send(f"OSError: {error}")
         return
@@ -107,7 +109,21 @@ def test_made_together_and_lost_together(groups: list[Group]) -> None:
     os.kill(pids[1], signal.SIGKILL)
     lost = group.receive([0, 2], 20)
     assert time.monotonic() - begin < 5
-    assert lost == [f"RankLostError: rank 1 of group tp:0 (process {pids[1]}) has ended"] * 2
+    assert lost == [f"RankLostError: rank 1 of group tp:0 (node 1, process {pids[1]}) has ended"] * 2
+
+
+def test_stopped_rank(groups: list[Group]) -> None:
+    """A rank that lives and does not come: the others say which it is as soon as the time limit is over."""
+    group = Group(3)
+    groups.append(group)
+    group.pass_on()
+    group.pass_on()
+    pids = [pid for found_pids, _ in group.receive(range(3))[:1] for pid in found_pids]
+    begin = time.monotonic()
+    os.kill(pids[2], signal.SIGSTOP)
+    lost = group.receive([0, 1], 20)
+    assert 2.5 < time.monotonic() - begin < 8
+    assert lost == [f"RankLostError: rank 2 of group tp:0 (node 2, process {pids[2]}) did not come within 3 s"] * 2
 
 
 @pytest.mark.parametrize("foreign", [0, 1])

@@ -354,6 +354,7 @@ NONSENSE = {
     "VAC_LM_HEAD": "fp8",
     "VAC_CACHE_DIR": "/dev/null",
     "VAC_TP": "3",
+    "VAC_RANK_TIMEOUT": "0",
     "VAC_TIER": "sse4",
     "VAC_BLOCK_UPSTREAM_OPS": "-",
 }

@@ -18,8 +18,11 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.logger import init_logger
 
+from vllm_arm_cpu import envs
+from vllm_arm_cpu.envs import format_cpu_list
 from vllm_arm_cpu.executor.segment import Segment
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
+from vllm_arm_cpu.runtime import numa
 
 logger = init_logger("vllm.arm_cpu.communicator")
 
@@ -124,7 +127,15 @@ class ArmCpuCommunicator(CpuCommunicator):
             return values
 
         try:
-            segment = Segment(self.unique_name, self.rank_in_group, self.world_size, self._slot_bytes, exchange)
+            segment = Segment(
+                self.unique_name,
+                self.rank_in_group,
+                self.world_size,
+                self._slot_bytes,
+                exchange,
+                envs.VAC_RANK_TIMEOUT,
+                _place(),
+            )
         except OSError as error:
             logger.warning("group %s exchanges data through gloo: %s", self.unique_name, error)
             return None
@@ -162,6 +173,12 @@ class ArmCpuCommunicator(CpuCommunicator):
         args.out_row_stride = args.row_bytes * self.world_size
         args.root = root
         self._run(call, segment, input_.nbytes)
+
+
+def _place() -> str:
+    """Where this rank is, for messages."""
+    plan = numa.inherited()
+    return f"node {plan.node}, CPUs {format_cpu_list(plan.threads.cpus)}" if plan is not None else "no fixed place"
 
 
 def _slot_bytes() -> int:

@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from vllm.logger import init_logger
 from vllm.v1.executor import multiproc_executor
@@ -56,6 +57,15 @@ class NumaExecutor(MultiprocExecutor):
             raise RuntimeError(f"loading failed: {watch.first}") from error
         finally:
             multiproc_executor.OMPProcessManager = upstream
+
+    @staticmethod
+    def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:
+        """As vLLM's, without its patience for processes that are stopped: these hear no request to end."""
+        for process in worker_procs:
+            if process.is_alive() and _is_stopped(process.pid):
+                logger.error("%s, process %s, is stopped: killing it", process.name, process.pid)
+                process.kill()
+        MultiprocExecutor._ensure_worker_termination(worker_procs)
 
     def describe(self, rank: int) -> str:
         """A rank's name for messages: where it is."""
@@ -114,6 +124,14 @@ class _Watch:
                 return
             if not seen:
                 threading.Event().wait(0.2)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _end_of(process: BaseProcess) -> str:

@@ -20,10 +20,6 @@ from vllm_arm_cpu.native import library
 
 ffi = library.ffi
 
-TIMEOUT_MS = 300_000
-"""How long a rank waits for another one that lives but does not come: as long
-as vLLM waits for a step. A rank whose process has ended is noticed at once."""
-
 
 class RankLostError(RuntimeError):
     """A rank of the group has died or hangs; the message says which."""
@@ -36,6 +32,7 @@ class _Identity:
     machine: str
     pid_namespace: int
     pid: int
+    place: str
     descriptor: int = -1
     inode: tuple[int, int] = (0, 0)
 
@@ -48,17 +45,27 @@ class Segment:
         exchange: takes an object from every rank and returns all of them in the
             order of ranks; called by all ranks alike.
         slot_bytes: longer messages pass in pieces.
+        timeout: seconds that a rank waits for another one that lives but does not come; that of a process that has
+            ended is noticed at once.
+        place: where this rank is, for messages of the others.
 
     Raises:
         OSError: the ranks are not on one machine, or the kernel refuses; on all ranks alike.
     """
 
     def __init__(
-        self, name: str, rank: int, world_size: int, slot_bytes: int, exchange: Callable[[Any], list[Any]]
+        self,
+        name: str,
+        rank: int,
+        world_size: int,
+        slot_bytes: int,
+        exchange: Callable[[Any], list[Any]],
+        timeout: int,
+        place: str,
     ) -> None:
         self._lib = library.load()
         self.name, self.rank, self.world_size = name, rank, world_size
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self._timeout = slot_bytes, timeout
         size = int(self._lib.vac_segment_size(world_size, slot_bytes))
         descriptor, error = -1, None
         try:
@@ -71,8 +78,9 @@ class Segment:
         except OSError as caught:
             error = caught
         try:
-            identities: list[_Identity] = exchange(_identity(descriptor))
+            identities: list[_Identity] = exchange(_identity(place, descriptor))
             self.pids = [identity.pid for identity in identities]
+            self._places = [identity.place for identity in identities]
             if rank != 0 and error is None:
                 try:
                     self._open(identities, size)
@@ -81,7 +89,7 @@ class Segment:
             if error is None:
                 self.communicator = ffi.new("vac_communicator *")
                 self.communicator.segment, self.communicator.rank = self.pointer, rank
-                self.communicator.timeout_ms = TIMEOUT_MS
+                self.communicator.timeout_ms = timeout * 1000
                 # The first to touch these pages: they come from this rank's node.
                 self._lib.vac_segment_join(self.communicator)
             # Nobody goes on before all have joined, or all have given up.
@@ -102,8 +110,9 @@ class Segment:
         state = int(self._lib.vac_segment_state(self.pointer))
         if state:
             loss, rank = state & 255, state >> 8
-            what = "has ended" if loss == self._lib.VAC_LOSS_DIED else f"did not come within {TIMEOUT_MS // 1000} s"
-            raise RankLostError(f"rank {rank} of group {self.name} (process {self.pids[rank]}) {what}")
+            what = "has ended" if loss == self._lib.VAC_LOSS_DIED else f"did not come within {self._timeout} s"
+            who = f"rank {rank} of group {self.name} ({self._places[rank]}, process {self.pids[rank]})"
+            raise RankLostError(f"{who} {what}")
 
     def lose(self, rank: int) -> None:
         """Say that a rank's process has ended."""
@@ -184,13 +193,14 @@ def _create(size: int) -> int:
     return descriptor
 
 
-def _identity(descriptor: int) -> _Identity:
+def _identity(place: str, descriptor: int) -> _Identity:
     boot = Path("/proc/sys/kernel/random/boot_id")
     status = os.fstat(descriptor) if descriptor >= 0 else None
     return _Identity(
         boot.read_text().strip() if boot.exists() else os.uname().nodename,
         os.stat("/proc/self/ns/pid").st_ino,
         os.getpid(),
+        place,
         descriptor,
         (status.st_dev, status.st_ino) if status else (0, 0),
     )
