@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -135,8 +136,10 @@ def _is_stopped(pid: int | None) -> bool:
 
 
 def _end_of(process: BaseProcess) -> str:
-    process.join(1)
-    code = process.exitcode
+    # vLLM's monitor waits for it as well, and only one of the two is told by the kernel.
+    deadline = time.monotonic() + 2
+    while (code := process.exitcode) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
     if code is None:
         return "has ended"
     if code >= 0:
