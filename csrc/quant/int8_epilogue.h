@@ -34,6 +34,7 @@ struct Tile {
     size_t row, column;        // of out
     size_t rows;
     const float *row_scales;     // of each row, readable up to an even number
+    const float *pair_scales;    // SMMLA: of each pair of rows as its sums lie, a row's scale twice
     const int32_t *zero_points;  // NULL if all are zero
 };
 

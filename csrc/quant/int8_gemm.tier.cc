@@ -24,6 +24,7 @@ struct RowBlock {
     size_t row, rows;            // of out
     const int8_t *const *units;  // one pointer per unit
     const float *scales;
+    const float *pair_scales;    // Tile::pair_scales, filled in by run_block
     const int32_t *zero_points;  // NULL if all are zero
     // To be gathered first, a block of K at a time: from[rows] to the units. NULL: the units hold all of K.
     const int8_t *const *from;
@@ -52,6 +53,9 @@ void run_panels(const Target &target, const RowBlock &block, const int8_t *weigh
         tile.row = block.row + first;
         tile.lhs = block.units + first / kUnitRows;
         tile.row_scales = block.scales + first;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        tile.pair_scales = block.pair_scales + 2 * first;
+#endif
         tile.zero_points = block.zero_points ? block.zero_points + first : nullptr;
         const auto run_groups = [&](size_t taken, size_t groups, bool plain) {
             if (taken == 0 || groups == 0) return;
@@ -61,8 +65,8 @@ void run_panels(const Target &target, const RowBlock &block, const int8_t *weigh
             run(tile, taken, count, groups, plain);
             range.begin += taken * groups;
         };
-        // No division where a group is all there is: it would cost as much as a step of the tile.
-        const auto in_groups = [&](size_t number) { return number == wide ? 1 : number / wide; };
+        // A division would cost as much as a step of the tile.
+        const auto in_groups = [&](size_t number) { return wide == 3 ? number / 3 : number >> (wide >> 1); };
         const size_t plain_end = min_size(range.end, plain_panels);
         if (plain_end > range.begin) run_groups(wide, in_groups(plain_end - range.begin), true);
         if (range.begin == range.end) return;
@@ -80,10 +84,14 @@ void run_panels(const Target &target, const RowBlock &block, const int8_t *weigh
     }
 }
 
-void run_block(const Target &target, const RowBlock &block, const int8_t *weight, size_t k, Range panels,
-               int32_t *partial) {
+void run_block(const Target &target, RowBlock block, const int8_t *weight, size_t k, Range panels, int32_t *partial) {
     const size_t depth = padded_k(k), count = panels.end - panels.begin;
     if (count == 0 || block.rows == 0) return;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    float pair_scales[2 * kBlockRows];
+    if (block.rows > 1) scales_of_pairs(block.scales, block.rows, pair_scales);
+    block.pair_scales = pair_scales;
+#endif
     const size_t k_blocks = block.rows <= kTileRows ? 1 : ceil_div(depth, kBlockK);
     const size_t k_step = k_blocks == 1 ? depth : round_up(ceil_div(depth, k_blocks), kKAlign);
     const size_t panels_step = k_blocks == 1 ? count : ceil_div(count, ceil_div(count, kBlockPanels));

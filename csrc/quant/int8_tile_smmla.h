@@ -46,8 +46,7 @@ template <int R, int P>
         column_pairs(F32::load(target.scales + column), scales);
         uint16_t *out = static_cast<uint16_t *>(target.out) + row * stride + column;
         for (int r = 0; r < R; ++r, out += 2 * stride) {
-            const float32x2_t s = vld1_f32(tile.row_scales + first + 2 * r);
-            const float32x4_t row_scales = vcombine_f32(vdup_lane_f32(s, 0), vdup_lane_f32(s, 1));
+            const float32x4_t row_scales = vld1q_f32(tile.pair_scales + 2 * first + 4 * r);
             float32x4_t v[4];
             for (int c = 0; c < 4; ++c)
                 v[c] = vmulq_f32(vmulq_f32(vcvtq_f32_s32(sums[r][4 * p + c]), row_scales), scales[c]);
@@ -201,6 +200,14 @@ constexpr const TileKernel *kTiles[6][4] = {
     {kEither<5, 1>},
     {kEither<6, 1>},
 };
+
+// Tile::pair_scales of a block of rows.
+inline void scales_of_pairs(const float *scales, size_t rows, float *pairs) {
+    for (size_t r = 0; r < rows; r += 2) {
+        const float32x4_t two = vcombine_f32(vld1_f32(scales + r), vdup_n_f32(0));
+        vst1q_f32(pairs + 2 * r, vzip1q_f32(two, two));
+    }
+}
 
 // Panels at a time for a tile of so many rows.
 inline size_t tail_panels(size_t rows) {
