@@ -1,7 +1,7 @@
 // W4A16: the weight is widened panel by panel into L1, activations keep their precision.
 //
 // BF16 lhs where there is BFMMLA: the integers, exact in BF16, times lhs; FP32 sums of a group times its scale.
-//   tile   R pairs of rows x 8 columns, R * 4 sums of a group and R * 4 totals of 2 rows x 2 columns
+//   tile   R pairs of rows x 8 columns, R * 4 sums of a group; R * 4 totals of 2 rows x 2 columns, in memory meanwhile
 // Everything else: scale * (value - zero point) in FP32, rows and columns both along k, so nothing is transposed.
 //   tile   R rows x C columns, R * C sums of 4 k side by side
 // Blocks: 96 rows, 32 panels, about 1024 k (whole groups); between blocks of K totals wait in FP32.
@@ -201,26 +201,27 @@ constexpr uint8_t kHighBytes[32] = {0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0x
                                     0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41};
 
 struct WideBfmmla {
-    static constexpr size_t kTile = 6;
+    static constexpr size_t kTile = 12;
 
-    static size_t pair_bytes(size_t steps) { return steps * kStep * 2 * sizeof(uint16_t) + kLine; }
+    static size_t pair_bytes(size_t steps) { return steps * kStep * 2 * sizeof(uint16_t); }
 
-    // [pair][k / 4][2 rows][4 k], zero beyond K and for a missing second row.
+    // By tiles of 12 rows: [k / 4][pair][2 rows][4 k], zero beyond K and for a missing second row.
     static void pack_lhs(const Wide &wide, const WideRows &rows, size_t step, size_t steps) {
         const vac_int4_gemm_args &args = wide.args;
         const size_t k0 = step * kStep, k = min_size(args.k - k0, steps * kStep);
         for (size_t r = 0; r < rows.count; r += 2) {
-            auto *to = reinterpret_cast<uint16_t *>(wide.lhs + r / 2 * pair_bytes(steps));
+            const size_t first = r / kTile * kTile, pairs = ceil_div(min_size(rows.count - first, kTile), 2);
+            auto *to = reinterpret_cast<uint16_t *>(wide.lhs + first / 2 * pair_bytes(steps)) + (r - first) / 2 * 8;
             const bool both = r + 1 < rows.count;
             const uint16_t *a = reinterpret_cast<const uint16_t *>(rows.row(args, r)) + k0;
             const uint16_t *b = both ? reinterpret_cast<const uint16_t *>(rows.row(args, r + 1)) + k0 : a;
             const uint64x2_t keep = vdupq_n_u64(both ? ~uint64_t{0} : 0);
             const auto put = [&](const uint16_t *x, const uint16_t *y) {
-                const uint64x2_t first = vreinterpretq_u64_u16(vld1q_u16(x));
-                const uint64x2_t second = vandq_u64(vreinterpretq_u64_u16(vld1q_u16(y)), keep);
-                vst1q_u16(to, vreinterpretq_u16_u64(vzip1q_u64(first, second)));
-                vst1q_u16(to + 8, vreinterpretq_u16_u64(vzip2q_u64(first, second)));
-                to += 16;
+                const uint64x2_t above = vreinterpretq_u64_u16(vld1q_u16(x));
+                const uint64x2_t below = vandq_u64(vreinterpretq_u64_u16(vld1q_u16(y)), keep);
+                vst1q_u16(to, vreinterpretq_u16_u64(vzip1q_u64(above, below)));
+                vst1q_u16(to + pairs * 8, vreinterpretq_u16_u64(vzip2q_u64(above, below)));
+                to += pairs * 16;
             };
             size_t i = 0;
             for (; i + 8 <= k; i += 8) put(a + i, b + i);
@@ -259,11 +260,13 @@ struct WideBfmmla {
                     uint8x16_t a = vqtbl2q_u8(low_bytes, high), c = vqtbl2q_u8(low_bytes, low);
                     const uint8x16_t b = vqtbl2q_u8(high_bytes, high), d = vqtbl2q_u8(high_bytes, low);
                     // Clang 19 makes one TBL of the ZIP2 of two, and takes indices that are not constant for such:
-                    // it must not see where these come from.
+                    // it must not see where these come from. Nor what is stored, or it would be ST2, at half speed.
                     asm("" : "+w"(a), "+w"(c));
-                    vst1q_u8(to, vzip1q_u8(a, b));
+                    uint8x16_t first = vzip1q_u8(a, b), third = vzip1q_u8(c, d);
+                    asm("" : "+w"(first), "+w"(third));
+                    vst1q_u8(to, first);
                     vst1q_u8(to + 64, vzip2q_u8(a, b));
-                    vst1q_u8(to + 128, vzip1q_u8(c, d));
+                    vst1q_u8(to + 128, third);
                     vst1q_u8(to + 192, vzip2q_u8(c, d));
                 }
             }
@@ -275,11 +278,10 @@ struct WideBfmmla {
     static void tile(const Wide &wide, const char *lhs, const char *rhs_scales, size_t steps, bool first, size_t rows,
                      float *out) {
         float32x4_t totals[R][4];
-        for (size_t r = 0; r < R; ++r) {
-            for (size_t j = 0; j < 4; ++j) totals[r][j] = vdupq_n_f32(0);
+        for (auto &r : totals) {
+            for (auto &total : r) total = vdupq_n_f32(0);
         }
-        const uint16_t *a[R];
-        for (size_t r = 0; r < R; ++r) a[r] = reinterpret_cast<const uint16_t *>(lhs + r * pair_bytes(steps));
+        const auto *a = reinterpret_cast<const uint16_t *>(lhs);
         const auto *b = reinterpret_cast<const uint16_t *>(wide.widened);
         for (size_t s = 0, g = 0; s < steps; s += wide.group_steps, ++g) {
             const size_t count = min_size(wide.group_steps, steps - s);
@@ -291,15 +293,14 @@ struct WideBfmmla {
             }
             for (size_t i = 0; i < count; ++i) {
                 for (size_t q = 0; q < 4; ++q) {
+                    bfloat16x8_t x[R];
+                    for (size_t r = 0; r < R; ++r) x[r] = vreinterpretq_bf16_u16(vld1q_u16(a + 8 * (R * q + r)));
                     for (size_t j = 0; j < 4; ++j) {
                         const bfloat16x8_t y = vreinterpretq_bf16_u16(vld1q_u16(b + 32 * q + 8 * j));
-                        for (size_t r = 0; r < R; ++r) {
-                            const bfloat16x8_t x = vreinterpretq_bf16_u16(vld1q_u16(a[r] + 8 * q));
-                            sums[q % U][r][j] = vbfmmlaq_f32(sums[q % U][r][j], x, y);
-                        }
+                        for (size_t r = 0; r < R; ++r) sums[q % U][r][j] = vbfmmlaq_f32(sums[q % U][r][j], x[r], y);
                     }
                 }
-                for (auto &p : a) p += 32;
+                a += 32 * R;
                 b += 128;
             }
             for (size_t j = 0; j < 4; ++j) {
@@ -309,7 +310,7 @@ struct WideBfmmla {
                     vreinterpretq_f32_f64(j % 2 ? vdupq_laneq_f64(four, 1) : vdupq_laneq_f64(four, 0));
                 for (size_t r = 0; r < R; ++r) {
                     float32x4_t sum = sums[0][r][j];
-                    for (int u = 1; u < U; ++u) sum = vaddq_f32(sum, sums[u][r][j]);
+                    for (size_t u = 1; u < U; ++u) sum = vaddq_f32(sum, sums[u][r][j]);
                     totals[r][j] = vfmaq_f32(totals[r][j], sum, scale);
                 }
             }
@@ -332,15 +333,13 @@ struct WideBfmmla {
         const size_t group = wide.packed.groups == 1 ? 0 : step / wide.group_steps;
         const char *scales = panel_at(wide.packed, rhs, panel, step, group).scales;
         for (size_t row = 0; row < rows; row += kTile) {
-            const char *lhs = wide.lhs + row / 2 * pair_bytes(steps);
+            using Kernel = void (*)(const Wide &, const char *, const char *, size_t, bool, size_t, float *);
+            // Enough sums for the latency of BFMMLA.
+            static constexpr Kernel kernels[] = {tile<1, 4>, tile<2, 2>, tile<3, 1>,
+                                                 tile<4, 1>, tile<5, 1>, tile<6, 1>};
             const size_t count = min_size(rows - row, kTile);
-            float *to = totals + row * kPanelColumns;
-            if (count <= 2)
-                tile<1, 2>(wide, lhs, scales, steps, first, count, to);
-            else if (count <= 4)
-                tile<2, 1>(wide, lhs, scales, steps, first, count, to);
-            else
-                tile<3, 1>(wide, lhs, scales, steps, first, count, to);
+            kernels[(count - 1) / 2](wide, wide.lhs + row / 2 * pair_bytes(steps), scales, steps, first, count,
+                                     totals + row * kPanelColumns);
         }
     }
 };
