@@ -183,7 +183,11 @@ inline size_t wide_steps(size_t group_steps) {
     return group_steps >= kWideK / kStep ? group_steps : kWideK / kStep / group_steps * group_steps;
 }
 
-// Workspace of a thread: packed lhs | a widened panel | partial sums.
+// Rows that are split into digits (int4_digits.h): of BF16 where there is BFMMLA, and elsewhere, in 512 KiB at most.
+constexpr size_t kDigitRowsOfBf16 = 4, kMostDigitRows = 16;
+inline size_t digit_rows_of(size_t k) { return min_size(max_size((512 << 10) / (3 * (k + 1)), 1), kMostDigitRows); }
+
+// Workspace of a thread: packed lhs, or its digits | a widened panel | partial sums.
 struct W4a16Workspace {
     size_t widened, partial, thread;
 };
@@ -194,8 +198,10 @@ inline W4a16Workspace w4a16_workspace(size_t rows, size_t k, size_t group) {
     W4a16Workspace w;
     // A cache line more per row: rows a power of two apart would share a few sets of the L1 cache.
     w.widened = round_up(block_rows * (block_k * sizeof(float) + kLine), kLine);
+    const size_t digits = 3 * min_size(rows, digit_rows_of(k));
+    w.widened = max_size(w.widened, quantized_layout(digits, k, groups_of(k, group)).size);
     w.partial = w.widened + kPanelColumns * (block_k * sizeof(float) + kLine);
-    w.thread = w.partial + block_rows * kBlockPanels * kPanelColumns * sizeof(float);
+    w.thread = w.partial + max_size(block_rows, digits) * kBlockPanels * kPanelColumns * sizeof(float);
     return w;
 }
 

@@ -1,11 +1,14 @@
-// W4A16: the weight is widened panel by panel into L1, activations keep their precision.
+// W4A16: activations keep their precision.
 //
+// Few rows of 16-bit lhs: split into digits, which the integer tiles multiply by the packed weight (int4_digits.h).
+// Else the weight is widened panel by panel into L1.
 // BF16 lhs where there is BFMMLA: the integers, exact in BF16, times lhs; FP32 sums of a group times its scale.
 //   tile   R pairs of rows x 8 columns, R * 4 sums of a group; R * 4 totals of 2 rows x 2 columns, in memory meanwhile
 // Everything else: scale * (value - zero point) in FP32, rows and columns both along k, so nothing is transposed.
 //   tile   R rows x C columns, R * C sums of 4 k side by side
 // Blocks: 96 rows, 32 panels, about 1024 k (whole groups); between blocks of K totals wait in FP32.
-#include "quant/int4_tile.h"
+#include "quant/int4_digits.h"
+#include "quant/int4_rows.h"
 
 namespace {
 
@@ -67,10 +70,11 @@ inline float32x4_t scales_at(const PackedInt4 &packed, const char *scales, size_
                                    : vld1q_f32(reinterpret_cast<const float *>(scales) + at);
 }
 
-// `columns` <= 8 of totals [rows][8] to out, plus bias.
-void finish(const Wide &wide, const WideRows &rows, const float *totals, size_t panel) {
-    const vac_int4_gemm_args &args = wide.args;
-    const size_t column = panel * kPanelColumns, columns = min_size(args.n - column, kPanelColumns);
+// Panels of totals, `parts` rows `stride` apart for each row, to out: their sum, plus bias.
+void finish(const vac_int4_gemm_args &args, const WideRows &rows, const float *totals, size_t stride, size_t parts,
+            const Range &panels) {
+    const size_t column = panels.begin * kPanelColumns;
+    const size_t columns = min_size(args.n - column, panels.size() * kPanelColumns);
     with_stored(args.out_dtype, [&](auto stored) {
         using Stored = decltype(stored);
         for (size_t c = 0; c < columns; c += 4) {
@@ -78,8 +82,13 @@ void finish(const Wide &wide, const WideRows &rows, const float *totals, size_t 
             const float32x4_t bias =
                 rows.bias ? load_some(args.bias_dtype, rows.bias, column + c, count) : vdupq_n_f32(-0.0f);
             auto *out = static_cast<typename Stored::Element *>(args.out) + rows.out * args.out_stride + column + c;
-            for (size_t r = 0; r < rows.count; ++r, out += args.out_stride)
-                store_some<Stored>(out, vaddq_f32(vld1q_f32(totals + r * kPanelColumns + c), bias), count);
+            const float *from = totals + c;
+            for (size_t r = 0; r < rows.count; ++r, out += args.out_stride) {
+                float32x4_t sum = vld1q_f32(from);
+                from += stride;
+                for (size_t part = 1; part < parts; ++part, from += stride) sum = vaddq_f32(sum, vld1q_f32(from));
+                store_some<Stored>(out, vaddq_f32(sum, bias), count);
+            }
         }
     });
 }
@@ -355,7 +364,8 @@ void run_wide_block(const Wide &wide, const WideRows &rows, const Range &panels)
         const size_t end = min_size(begin + kBlockPanels, panels.end);
         if (steps_of_k == 0) {
             for (size_t i = 0; i < rows.count * kPanelColumns; ++i) wide.partial[i] = 0;
-            for (size_t panel = begin; panel < end; ++panel) finish(wide, rows, wide.partial, panel);
+            for (size_t panel = begin; panel < end; ++panel)
+                finish(wide.args, rows, wide.partial, kPanelColumns, 1, {panel, panel + 1});
         }
         for (size_t step = 0; step < steps_of_k; step += wide.k_steps) {
             const size_t steps = min_size(wide.k_steps, steps_of_k - step);
@@ -365,7 +375,7 @@ void run_wide_block(const Wide &wide, const WideRows &rows, const Range &panels)
                 float *totals = wide.partial + (panel - begin) * rows.count * kPanelColumns;
                 Kind::widen(wide, rows.rhs, panel, step, steps);
                 Kind::multiply(wide, rows.count, panel, rows.rhs, step, steps, step == 0, totals);
-                if (step + steps == steps_of_k) finish(wide, rows, totals, panel);
+                if (step + steps == steps_of_k) finish(wide.args, rows, totals, kPanelColumns, 1, {panel, panel + 1});
             }
         }
     }
@@ -382,8 +392,47 @@ void run_wide(const Wide &wide, WideRows rows, const Range &panels) {
     }
 }
 
+// --- few rows ----------------------------------------------------------------------
+
+// Up to so many rows the integer tiles are faster than widening the weight.
+size_t most_digit_rows(const Wide &wide) {
+    const vac_int4_gemm_args &args = wide.args;
+    if (args.dtype == VAC_F32 || args.k == 0) return 0;
+    if (wide.packed.groups == 1 && args.k > VAC_INT4_MAX_K_PER_CHANNEL) return 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if (args.dtype == VAC_BF16) return min_size(kDigitRowsOfBf16, digit_rows_of(args.k));
+#endif
+    return digit_rows_of(args.k);
+}
+
+void run_digits(const Wide &wide, const WideRows &rows, const Range &panels) {
+    const vac_int4_gemm_args &args = wide.args;
+    const size_t count = kDigits * rows.count;
+    const Quantized digits = quantized_at(wide.lhs, count, args.k, wide.packed.groups);
+    for (size_t r = 0; r < rows.count; ++r) {
+        const auto *row = reinterpret_cast<const uint16_t *>(rows.row(args, r));
+        if (args.dtype == VAC_BF16)
+            split_row<StoredBF16>(row, args.k, args.group, digits, kDigits * r);
+        else
+            split_row<StoredF16>(row, args.k, args.group, digits, kDigits * r);
+    }
+    if (count % 2) clear_row(digits, count, args.k);
+    vac_int4_gemm_args inner = args;
+    inner.out_dtype = VAC_F32;
+    inner.out = wide.partial;
+    inner.out_stride = kBlockPanels * kPanelColumns;
+    const int kind = Tiles::kind(wide.packed.groups > 1, wide.packed.scale_bytes == 2);
+    for (size_t begin = panels.begin; begin < panels.end; begin += kBlockPanels) {
+        const Range block = {begin, min_size(begin + kBlockPanels, panels.end)};
+        inner.n = min_size(args.n - begin * kPanelColumns, block.size() * kPanelColumns);
+        run_small({inner, wide.packed, kind}, {digits, 0, count, 0, rows.rhs, nullptr, begin}, block);
+        finish(args, rows, wide.partial, inner.out_stride, kDigits, block);
+    }
+}
+
 void run_any(const Wide &wide, const WideRows &rows, const Range &panels) {
     if (rows.count == 0 || panels.size() == 0) return;
+    if (rows.count <= most_digit_rows(wide)) return run_digits(wide, rows, panels);
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     if (wide.args.dtype == VAC_BF16) return run_wide<WideBfmmla>(wide, rows, panels);
 #endif

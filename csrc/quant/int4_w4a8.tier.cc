@@ -4,69 +4,20 @@
 //             else blocks of 96, a panel of <= 4096 k widened into L1 for all tiles of a block
 //   K         blocks of <= 4096 for many rows; partial sums of 32 panels wait in the workspace
 //   panels    8 columns each
-//   tiles     int4_smmla.h, int4_sdot.h
-#include "quant/int4_sdot.h"
-#include "quant/int4_smmla.h"
+//   tiles     int4_smmla.h, int4_sdot.h, given their rows by int4_rows.h
+#include "quant/int4_rows.h"
 
 namespace {
 
 // One thread's view of a call.
-struct Context {
-    const vac_int4_gemm_args &args;
-    PackedInt4 packed;
+struct Context : Int4Layer {
     W4a8Workspace layout;
     char *own;      // its part of the workspace
     Quantized lhs;  // of all rows
-    int kind;
 };
-
-// Rows of one expert (or of the layer), in pairs.
-struct Rows {
-    Quantized lhs;
-    size_t first, count;  // the first, even, of lhs
-    size_t out;           // the first of out
-    const char *rhs;
-    const void *bias;
-};
-
-inline Int4Tile tile_at(const Context &context, const Rows &rows, size_t row, size_t panel, size_t step) {
-    const PackedInt4 &packed = context.packed;
-    const size_t group_steps = packed.groups == 1 ? max_size(packed.steps, 1) : packed.group / kStep;
-    const size_t pair = (rows.first + row) / 2, group = packed.groups == 1 ? 0 : step / group_steps;
-    Int4Tile tile;
-    tile.args = &context.args;
-    tile.lhs = rows.lhs.values + pair * rows.lhs.pair_stride + step * 32;
-    tile.pair_stride = rows.lhs.pair_stride;
-    tile.sums = rows.lhs.sums + pair * rows.lhs.sums_stride + group * 8;
-    tile.sums_stride = rows.lhs.sums_stride;
-    tile.values = reinterpret_cast<const uint8_t *>(rows.rhs) + panel * packed.values_panel + step * kStepBytes;
-    tile.values_stride = packed.values_panel;
-    tile.scales = rows.rhs + packed.scales + panel * packed.scales_panel + group * kPanelColumns * packed.scale_bytes;
-    tile.scales_stride = packed.scales_panel;
-    tile.zero_points = nullptr;
-    tile.zero_points_stride = packed.zero_points_panel;
-    if (packed.zero_points_panel)
-        tile.zero_points = reinterpret_cast<const int8_t *>(rows.rhs) + packed.zero_points +
-                           panel * packed.zero_points_panel + group * kPanelColumns;
-    tile.bf16_scales = packed.scale_bytes == 2;
-    tile.steps = packed.steps - step;
-    tile.group_steps = group_steps;
-    tile.first = tile.last = true;
-    tile.partial = nullptr;
-    tile.row = rows.out + row;
-    tile.column = panel * kPanelColumns;
-    tile.rows = rows.count - row;
-    tile.row_scales = rows.lhs.scales + rows.first + row;
-    tile.bias = rows.bias;
-    return tile;
-}
-
-inline void run_parts(const Tiles::Choice &choice, const Int4Tile &tile) {
-    for (size_t part = 0; part < choice.parts; ++part) choice.kernel(tile, part * (kPanelColumns / choice.parts));
-}
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-void run_lone(const Context &context, const Rows &rows, const Range &panels) {
+void run_lone(const Context &context, const Int4Rows &rows, const Range &panels) {
     int8_t *lone = reinterpret_cast<int8_t *>(context.own + context.layout.lone);
     pack_lone(rows.lhs, rows.first, context.args.k, lone);
     for (size_t panel = panels.begin; panel < panels.end;) {
@@ -80,29 +31,8 @@ void run_lone(const Context &context, const Rows &rows, const Range &panels) {
 }
 #endif
 
-// Tiles as even as can be: `most` rows at most.
-inline size_t tile_rows_of(size_t rows, size_t most) { return round_up(ceil_div(rows, ceil_div(rows, most)), 2); }
-
-void run_small(const Context &context, const Rows &rows, const Range &panels) {
-    const size_t high = tile_rows_of(rows.count, Tiles::most_rows(context.kind != 0, false));
-    for (size_t panel = panels.begin; panel < panels.end;) {
-        size_t taken = 1;
-        for (size_t row = 0; row < rows.count; row += high) {
-            const size_t count = min_size(high, rows.count - row);
-            // Several panels at a time only where one tile has all rows.
-            const Tiles::Choice choice =
-                Tiles::narrow(context.kind, count, rows.count <= high ? panels.end - panel : 1);
-            Int4Tile tile = tile_at(context, rows, row, panel, 0);
-            tile.rows = count;
-            run_parts(choice, tile);
-            taken = choice.panels;
-        }
-        panel += taken;
-    }
-}
-
 // A block of <= 96 rows.
-void run_block(const Context &context, const Rows &rows, const Range &panels) {
+void run_block(const Context &context, const Int4Rows &rows, const Range &panels) {
     const PackedInt4 &packed = context.packed;
     const size_t group_steps = packed.groups == 1 ? 1 : packed.group / kStep;
     const size_t k_steps = max_size(kBlockK / kStep / group_steps, 1) * group_steps;
@@ -138,7 +68,7 @@ void run_block(const Context &context, const Rows &rows, const Range &panels) {
     }
 }
 
-void run_rows(const Context &context, Rows rows, const Range &panels) {
+void run_rows(const Context &context, Int4Rows rows, const Range &panels) {
     if (panels.size() == 0) return;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     if (rows.count == 1) return run_lone(context, rows, panels);
@@ -157,7 +87,7 @@ void run_expert(const Context &context, size_t expert, const Range &panels) {
     const vac_int4_gemm_args &args = context.args;
     const size_t end = static_cast<size_t>(args.expert_start[expert + 1]);
     const size_t block = gather_rows_of(args.k), groups = context.packed.groups;
-    Rows rows;
+    Int4Rows rows;
     rows.rhs = static_cast<const char *>(args.rhs) + expert * args.rhs_expert_stride;
     rows.bias =
         args.bias ? static_cast<const char *>(args.bias) + expert * args.n * element_size(args.bias_dtype) : nullptr;
@@ -199,14 +129,14 @@ void int4_w4a8(const void *opaque, uint32_t thread_index, uint32_t thread_count)
     const W4a8Workspace layout = w4a8_workspace(args.m, args.k, args.group, args.num_experts);
     char *base = align_line(args.workspace), *own = base + layout.lhs + thread_index * layout.thread;
     const Quantized lhs = quantized_at(args.lhs_quantized ? base : own, args.m, args.k, packed.groups);
-    const Context context = {args, packed, layout, own, lhs, Tiles::kind(packed.groups > 1, packed.scale_bytes == 2)};
+    const Context context = {{args, packed, Tiles::kind(packed.groups > 1, packed.scale_bytes == 2)}, layout, own, lhs};
     const Part part = args.num_experts ? Part{} : part_of_thread(args.m, args.n, thread_index, thread_count);
     if (!args.num_experts && (part.rows.size() == 0 || part.panels.size() == 0)) return;
     if (!args.lhs_quantized) quantize_pairs(args, 0, ceil_div(args.m, 2), lhs);
     if (args.num_experts)
         return share_experts(args, packed.panels, thread_index, thread_count,
                              [&](size_t expert, const Range &panels) { run_expert(context, expert, panels); });
-    const Rows rows = {
+    const Int4Rows rows = {
         lhs, part.rows.begin, part.rows.size(), part.rows.begin, static_cast<const char *>(args.rhs), args.bias};
     run_rows(context, rows, part.panels);
 }

@@ -404,18 +404,58 @@ def test_rows_of_zeros_and_special_values(group: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_values_reach_w4a16(kind: str) -> None:
-    """NaN and infinities of a row stay in that row."""
+@pytest.mark.parametrize("m", [3, 5, 19])
+def test_special_values_stay_in_their_row(kind: str, m: int) -> None:
     weight = make_weight(11, 70, 32)
-    problem = make(weight, 5, out_dtype="f32")
+    problem = make(weight, m, out_dtype="f32")
     plain = problem.run(kind)
+    others = np.arange(m) != 2
+    for value in (np.nan, np.inf):
+        lhs = loaded(make(weight, m).lhs, "bf16")
+        lhs[2, 3] = value
+        problem.lhs = stored(lhs, "bf16")
+        result = problem.run(kind)
+        # An infinity is one still where the weight is widened, and NaN where rows are made of integers.
+        assert not np.isfinite(result[2][weight.integers()[:, 3] != 0]).any()
+        assert not np.isnan(value) or np.isnan(result[2]).all()
+        assert (result[others] == plain[others]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_w4a16_of_few_rows_keeps_small_activations(dtype: str, group: int) -> None:
+    """Exact down to 2^-14 of a row's largest (FP16: 2^-11), which itself counts for nothing here: its weight is 0."""
+    k, magnitudes = 96, 14 if dtype == "bf16" else 11
+    for m in (1, 2, 3, 4, 5, 9, 16):
+        weight = make_weight(19, k, group, "f32")
+        weight.values[:, 5] = 8
+        problem = make(weight, m, dtype, "f32", "f32")
+        rng = np.random.default_rng(m)
+        # 8 significant bits, by powers of two.
+        lhs = rng.integers(128, 256, (m, k)) * rng.choice([-1.0, 1.0], (m, k)) * 2.0 ** -rng.integers(0, magnitudes, k)
+        lhs[:, 5] = 255.0
+        for size in (1.0, 2.0**-10 if dtype == "f16" else 2.0**-80):
+            problem.lhs = stored(lhs * size, dtype)
+            problem.check(problem.run("w4a16"), "w4a16")
+
+
+@pytest.mark.parametrize("m", [1, 4, 6])
+def test_w4a16_rows_of_zeros_and_of_tiny_values(m: int) -> None:
+    weight = make_weight(11, 70, 32, zero_points=True)
+    problem = make(weight, m, "bf16", "f32", "f32")
     lhs = loaded(problem.lhs, "bf16")
-    lhs[2, 3] = np.nan
+    lhs[-1] = 0.0
     problem.lhs = stored(lhs, "bf16")
-    result = problem.run(kind)
-    assert np.isnan(result[2]).all()
-    others = [0, 1, 3, 4]
-    assert (result[others] == plain[others]).all()
+    assert (problem.run("w4a16")[-1] == problem.bias).all()
+    # What is below 2^-126 counts for nothing, and 2^-126 for itself or for nothing.
+    problem.bias = np.zeros_like(problem.bias)
+    lhs[-1] = 2.0**-126
+    problem.lhs = stored(lhs, "bf16")
+    result = loaded(problem.run("w4a16"), "f32")[-1]
+    assert (np.abs(result) <= 2.0**-124 * np.abs(weight.dequantized()).sum(1)).all()
+    lhs[-1] = 2.0**-100
+    problem.lhs = stored(lhs, "bf16")
+    problem.check(problem.run("w4a16"), "w4a16")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -439,6 +479,30 @@ def test_experts(kind: str, group: int) -> None:
             problem.check(bits, kind)
             for num_threads in (2, 3, 8):
                 assert (problem.run(kind, num_threads, extra=1) == bits).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_one_token_keep_all_threads_busy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads share the columns of two experts evenly, though no expert is a multiple of a thread's share."""
+    n, k, num_threads, chosen = 200, 96, 8, (1, 4)
+    weights = [make_weight(n, k, 32, seed=e) for e in range(6)]
+    problem = Problem("bf16", stored(np.random.default_rng(3).standard_normal((1, k)), "bf16"), weights, "f32")
+    problem.expert_start = np.cumsum([0, *(e in chosen for e in range(6))])
+    problem.row_index = np.zeros(2, np.int64)
+    written = []
+
+    def run_list_by_thread(names: list[str], args: object, _num_threads: int) -> None:
+        out = np.frombuffer(ffi.buffer(args.out, 2 * n * 4), np.uint32)
+        for name in names:
+            for thread in range(num_threads):
+                before = out.copy()
+                getattr(lib, f"vac_{name}")(args, thread, num_threads)
+                written.append(int((out != before).sum()))
+
+    monkeypatch.setattr(f"{__name__}.run_list", run_list_by_thread)
+    problem.check(problem.run(kind, num_threads), kind)
+    assert sum(written) == 2 * n
+    assert min(written[-num_threads:]) >= 48, "6 panels of 8 columns; 50 panels are shared by 8 threads"
 
 
 def test_experts_beyond_a_gathered_block() -> None:

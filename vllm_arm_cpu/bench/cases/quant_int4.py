@@ -138,8 +138,8 @@ _SHAPES["m16_n4096_k4096"] = (16, 0, 4096, 4096)
 CASES: dict[str, Callable[[], Case]] = {}
 for _name, _shape in _SHAPES.items():
     CASES[f"w4a8_{_name}"] = CASES[f"w4a8_own_{_name}"] = lambda _shape=_shape: own(*_shape)
-for _name in ("m1", "m4", "m16", "m64", "g128_m1", "g128_m16", "g128_m64"):
-    CASES[f"w4a16_{_name}"] = lambda _shape=_SHAPES[_name]: own(*_shape, kind="w4a16")
+for _name, _shape in _SHAPES.items():
+    CASES[f"w4a16_{_name}"] = lambda _shape=_shape: own(*_shape, kind="w4a16")
 # Gate and up of Qwen3-30B-A3B's experts, 8 of which take each token.
 for _m in (1, 16):
     CASES[f"w4a8_moe_g128_m{_m}"] = lambda _m=_m: own(_m, 128, 1536, 2048, top_k=8)
