@@ -17,7 +17,7 @@ MODEL ?= examples/tiny-llama
 PROMPT ?= In the beginning
 
 .PHONY: help env shell libs wheel sdist install demo doctor test test-fast test-unit test-kernels test-integration \
-	test-e2e test-upstream test-slow bench-cost bench-step lint format clean
+	test-e2e test-upstream test-slow bench-cost bench-step bench-sampler lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -83,6 +83,9 @@ bench-cost: install ## modelled cycles of the kernels, vLLM's own beside them
 
 bench-step: install ## instructions of a decode step of the whole engine, vLLM's own beside ours
 	@scripts/bench_step.sh
+
+bench-sampler: install ## instructions of sampling one token, vLLM's own beside ours
+	@scripts/bench_step.sh sampler
 
 lint: env ## ruff, mypy, clang-format
 	@scripts/lint.sh

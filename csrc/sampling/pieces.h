@@ -24,6 +24,17 @@ constexpr int64_t mask_workspace_words(int64_t vocab_size) {
     return padded_to_16(mask_blocks_of(vocab_size)) + 2 * padded_to_16(vocab_size);
 }
 
+// The hash table of penalties, a power of two and at least twice as large as what it holds, so that
+// chains stay short; behind its entries of 8 bytes a list of those in use.
+constexpr int64_t table_capacity_of(int64_t max_tokens) {
+    int64_t capacity = 8;
+    while (capacity < 2 * max_tokens) capacity *= 2;
+    return capacity;
+}
+constexpr int64_t penalties_workspace_bytes(int64_t max_tokens) {
+    return (8 * table_capacity_of(max_tokens) + 4 * max_tokens + 63) / 64 * 64;
+}
+
 // A piece's best score and the token that has it.
 struct Best {
     float score;

@@ -10,6 +10,7 @@ VAC_DEFINE_KERNEL(softmax_rows)
 VAC_DEFINE_KERNEL(gumbel_argmax_partial)
 VAC_DEFINE_KERNEL(gumbel_argmax_merge)
 VAC_DEFINE_KERNEL(top_k_top_p_mask)
+VAC_DEFINE_KERNEL(penalties)
 
 extern "C" {
 
@@ -23,6 +24,10 @@ VAC_EXPORT size_t vac_gumbel_argmax_workspace_size(int64_t num_reqs, int64_t voc
 
 VAC_EXPORT size_t vac_top_k_top_p_mask_workspace_size(int64_t vocab_size, int64_t num_workspaces) {
     return static_cast<size_t>(num_workspaces * vac::mask_workspace_words(vocab_size)) * sizeof(float);
+}
+
+VAC_EXPORT size_t vac_penalties_workspace_size(int64_t max_tokens, int64_t num_workspaces) {
+    return static_cast<size_t>(num_workspaces * vac::penalties_workspace_bytes(max_tokens));
 }
 
 }  // extern "C"

@@ -1,7 +1,7 @@
-// Top-k and top-p without sorting the vocabulary.
+// Min-p, top-k and top-p without sorting the vocabulary.
 //
 // 1. The maximum of every block of 64 logits: one load and one FMAX for four logits.
-// 2. A bound below the threshold. For top-k: k blocks have a maximum of at least the
+// 2. A bound below the threshold. Min-p is one by itself. For top-k: k blocks have a maximum of at least the
 //    k-th largest block maximum, so the k-th largest logit is no smaller. For
 //    top-p alone: all logits below the bound together weigh less than 1 - p.
 // 3. Candidates: the logits that reach the bound, from the blocks that reach it; in
@@ -433,24 +433,37 @@ void mask(const Row &row, Cut cut) {
     mask_elements(x, row.size - full_blocks * kMaskBlock, cut);
 }
 
-void mask_row(float *logits, int64_t size, int64_t k, float p, float *workspace) {
+// The lowest logit that min-p keeps. Compared are logits instead of probabilities: no sum over the row is needed.
+float bound_of_min_p(float largest, float min_p) {
+    return largest + vgetq_lane_f32(log_normal(vdupq_n_f32(min_p < 1.0f ? min_p : 1.0f)), 0);
+}
+
+void mask_row(float *logits, int64_t size, int64_t k, float p, float min_p, float *workspace) {
     Row row{logits, size, mask_blocks_of(size), workspace, 0};
     auto *keys = reinterpret_cast<int32_t *>(workspace + padded_to_16(row.num_blocks));
     float *weights = workspace + padded_to_16(row.num_blocks) + padded_to_16(size);
     const bool use_k = k > 0 && k < size;
-    bool use_p = p < 1.0f;
-    if (!use_k && !use_p) return;
+    bool use_p = p < 1.0f, use_min_p = min_p >= __FLT_MIN__;
+    if (!use_k && !use_p && !use_min_p) return;
     find_maxima(row);
     // A NaN, or nothing but -inf: see the header.
     if (!(row.largest > -kInfinity)) return;
     use_p = use_p && row.largest < kInfinity;
+    use_min_p = use_min_p && row.largest < kInfinity;
     // In FP32, as vLLM computes it.
     const float one_minus_p = 1.0f - p;
+    const float least = use_min_p ? bound_of_min_p(row.largest, min_p) : -kInfinity;
 
-    if (use_k) {
-        int64_t count = collect(row, bound_of_top_k(row, k), keys);
-        Cut cut{-kInfinity, 0};
-        if (count >= k) {
+    if (!use_k && use_p && !use_min_p) {
+        mask(row, cut_row(row, one_minus_p, keys, weights));
+        return;
+    }
+    Cut cut{least, 0};
+    if (use_k || use_p) {
+        const float bound = use_k ? bound_of_top_k(row, k) : -kInfinity;
+        int64_t count = collect(row, bound > least ? bound : least, keys);
+        // With min-p fewer than k may be left.
+        if (use_k && count >= k) {
             auto *scratch = reinterpret_cast<int32_t *>(weights);
             for (int64_t i = 0; i < count; ++i) scratch[i] = keys[i];
             const int32_t kth = kth_largest(scratch, count, k);
@@ -461,10 +474,8 @@ void mask_row(float *logits, int64_t size, int64_t k, float p, float *workspace)
             const double total = weigh(keys, count, row.largest, weights);
             cut = cut_by_weight(keys, weights, count, 0.0, static_cast<double>(one_minus_p) * total);
         }
-        if (cut.threshold > -kInfinity) mask(row, cut);
-    } else if (use_p) {
-        mask(row, cut_row(row, one_minus_p, keys, weights));
     }
+    if (cut.threshold > -kInfinity) mask(row, cut);
 }
 
 }  // namespace
@@ -477,7 +488,7 @@ void top_k_top_p_mask(const void *untyped, uint32_t thread_index, uint32_t threa
     const Share share = share_of(args.num_reqs, thread_index, slots);
     for (int64_t req = share.begin; req < share.end; ++req)
         mask_row(args.logits + req * args.row_stride, args.vocab_size, args.k == nullptr ? 0 : args.k[req],
-                 args.p == nullptr ? 1.0f : args.p[req], workspace);
+                 args.p == nullptr ? 1.0f : args.p[req], args.min_p == nullptr ? 0.0f : args.min_p[req], workspace);
 }
 
 }  // namespace vac::VAC_TIER_NS

@@ -1,4 +1,4 @@
-"""Argmax, softmax, Gumbel sampling and the top-k/top-p mask."""
+"""Argmax, softmax, Gumbel sampling, the mask of min-p, top-k and top-p, and penalties."""
 
 from __future__ import annotations
 
@@ -264,16 +264,26 @@ def test_gumbel_argmax_greedy_and_odd_rows() -> None:
         assert ((sampled >= 0) & (sampled < vocab)).all()
 
 
-def mask(values: np.ndarray, k: object, p: object, threads: int = 1, padding: int = 0, slots: int = 0) -> np.ndarray:
+def mask(
+    values: np.ndarray,
+    k: object,
+    p: object,
+    threads: int = 1,
+    padding: int = 0,
+    slots: int = 0,
+    min_p: object = None,
+) -> np.ndarray:
     rows, vocab = values.shape
     memory, view, stride = rows_of(values, padding, True)
     k_array = None if k is None else np.broadcast_to(np.asarray(k, np.int32), rows).copy()
     p_array = None if p is None else np.broadcast_to(np.asarray(p, np.float32), rows).copy()
+    min_p_array = None if min_p is None else np.broadcast_to(np.asarray(min_p, np.float32), rows).copy()
     slots = slots or threads
     workspace = Guarded(lib.vac_top_k_top_p_mask_workspace_size(vocab, slots), np.uint8)
     args = ffi.new("vac_top_k_top_p_mask_args *")
     args.logits = ffi.cast("float *", pointer(memory.array))
     args.k, args.p = ffi.cast("int32_t *", pointer(k_array)), ffi.cast("float *", pointer(p_array))
+    args.min_p = ffi.cast("float *", pointer(min_p_array))
     args.workspace = pointer(workspace.array)
     args.num_reqs, args.vocab_size, args.row_stride, args.num_workspaces = rows, vocab, stride, slots
     run_ops(["top_k_top_p_mask"], args, threads)
@@ -422,8 +432,148 @@ def test_top_p_of_large_rows(kind: str) -> None:
     assert compared >= (2 if kind == "flat" else 3)
 
 
+def min_p_reference(row: np.ndarray, min_p: float) -> tuple[np.ndarray, float]:
+    """What min-p leaves, in FP64, and how near the closest logit comes to its bound."""
+    if not np.isfinite(row.max()) or not min_p >= np.finfo(np.float32).tiny:
+        return row.copy(), INF
+    distance = row.astype(np.float64) - row.max() - np.log(min(float(min_p), 1.0))
+    below = row.max() > row
+    margin = np.abs(distance[below & np.isfinite(distance)]).min(initial=INF)
+    return np.where(below & (distance < 0), -INF, row).astype(np.float32), margin
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("vocab", [1, 2, 31, 64, 65, 1000, 5003])
+def test_min_p(vocab: int, scale: float) -> None:
+    """Alone and in front of top-k and top-p, which then choose among what it left."""
+    rng = np.random.default_rng(vocab + 1)
+    min_p = np.array([0.0, 1e-30, 1e-4, 0.02, 0.1, 0.5, 0.99, 1.0, np.nan], np.float32)
+    k = np.array([0, 1, 5, 33, 400], np.int32)
+    p = np.array([1.0, 0.3, 0.95], np.float32)
+    min_p, k, p = (grid.ravel() for grid in np.meshgrid(min_p, k, p))
+    values = (rng.standard_normal((k.size, vocab)) * scale).astype(np.float32)
+    result = mask(values, k, p, THREADS[vocab % 4], vocab % 3, min_p=min_p)
+    alone = mask(values, None, None, 2, min_p=min_p)
+    compared = 0
+    for row in range(len(values)):
+        left, margin = min_p_reference(values[row], min_p[row])
+        # Half a unit of FP32 in the bound, and the error of the logarithm.
+        if margin < 1e-5 + 2e-7 * float(np.abs(values[row]).max()):
+            continue
+        assert (alone[row] == left).all(), min_p[row]
+        expected, margin = mask_reference(left, int(k[row]), float(p[row]))
+        if margin > 1e-6:
+            assert (result[row] == expected).all(), (min_p[row], k[row], p[row])
+            compared += 1
+    assert compared > (0.4 if scale < 1 else 0.6) * k.size
+
+
+def test_min_p_of_odd_rows() -> None:
+    """NaN and +inf leave a row alone; of -inf nothing else is made; ties of the largest all stay."""
+    rng = np.random.default_rng(14)
+    values = rng.standard_normal((5, 333)).astype(np.float32)
+    values[0, 200], values[1, 100], values[2] = np.nan, INF, -INF
+    values[3, 3:] = -INF
+    values[4, [7, 99, 300]] = 9.0
+    result = mask(values, None, None, 2, min_p=1.0)
+    np.testing.assert_array_equal(result[:3], values[:3])
+    assert (result[3] != -INF).sum() == 1
+    assert np.flatnonzero(result[4] != -INF).tolist() == [7, 99, 300]
+
+
+def penalties(
+    values: np.ndarray,
+    factors: np.ndarray,
+    prompt: np.ndarray,
+    output: list[list[int]],
+    threads: int = 1,
+    padding: int = 0,
+    max_tokens: int | None = None,
+) -> np.ndarray:
+    """Logits after the kernel; factors [rows, 3]: repetition, frequency, presence."""
+    rows, vocab = values.shape
+    memory, view, stride = rows_of(values, padding, True)
+    repetition, frequency, presence = (guarded(factors[:, i].astype(np.float32)) for i in range(3))
+    ids = guarded(prompt.astype(np.int64))
+    flat = guarded(np.array([token for tokens in output for token in tokens], np.int32))
+    start = guarded(np.cumsum([0, *map(len, output)]).astype(np.int64))
+    if max_tokens is None:
+        max_tokens = prompt.shape[1] + max(map(len, output))
+    workspace = Guarded(lib.vac_penalties_workspace_size(max_tokens, threads), np.uint8)
+    args = ffi.new("vac_penalties_args *")
+    args.logits = ffi.cast("float *", pointer(memory.array))
+    args.repetition = ffi.cast("float *", pointer(repetition.array))
+    args.frequency = ffi.cast("float *", pointer(frequency.array))
+    args.presence = ffi.cast("float *", pointer(presence.array))
+    args.prompt = ffi.cast("int64_t *", pointer(ids.array))
+    args.output = ffi.cast("int32_t *", pointer(flat.array))
+    args.output_start = ffi.cast("int64_t *", pointer(start.array))
+    args.workspace = pointer(workspace.array)
+    args.num_reqs, args.vocab_size, args.row_stride = rows, vocab, stride
+    args.num_prompt = args.prompt_stride = prompt.shape[1]
+    args.max_tokens, args.num_workspaces = max_tokens, threads
+    run_ops(["penalties"], args, threads)
+    check_padding(memory, vocab, stride)
+    workspace.check()
+    return view.copy()
+
+
+def penalties_reference(
+    values: np.ndarray, factors: np.ndarray, prompt: np.ndarray, output: list[list[int]]
+) -> np.ndarray:
+    """vLLM's operations over the whole vocabulary, each rounded to FP32."""
+    out, one = values.copy(), np.float32(1)
+    vocab = values.shape[1]
+    for row, (repetition, frequency, presence) in enumerate(factors.astype(np.float32)):
+        tokens = np.array([token for token in output[row] if 0 <= token < vocab], np.int64)
+        count = np.bincount(tokens, minlength=vocab)
+        seen = count > 0
+        seen[[token for token in prompt[row] if 0 <= token < vocab]] = True
+        x = out[row]
+        with np.errstate(over="ignore"):
+            x *= np.where(seen, np.where(x > 0, one / repetition, repetition), one)
+        x -= frequency * count.astype(np.float32)
+        x -= presence * (count > 0).astype(np.float32)
+    return out
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 64, 1001, 5003])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 63, 700])
+def test_penalties(vocab: int, tokens: int) -> None:
+    """Bit by bit what vLLM's dense operations give; repeated, foreign and missing ids among the tokens."""
+    rng = np.random.default_rng(15 + tokens)
+    grid = np.meshgrid([1.0, 1.1, 0.7], [0.0, 0.3, -0.2], [0.0, 0.5, -0.1])
+    factors = np.stack([axis.ravel() for axis in grid], 1)
+    rows = len(factors)
+    values = (rng.standard_normal((rows, vocab)) * 4).astype(np.float32)
+    values[rng.random(values.shape) < 0.05] = -INF
+    prompt = rng.integers(0, vocab + 1, (rows, tokens))  # `vocab` is vLLM's padding
+    output = [rng.integers(-1, vocab, rng.integers(0, tokens + 1)).tolist() for _ in range(rows)]
+    output[3] = []
+    expected = penalties_reference(values, factors, prompt, output)
+    for threads in THREADS:
+        result = penalties(values, factors, prompt, output, threads, (vocab + threads) % 3)
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_penalties_of_odd_logits() -> None:
+    """NaN stays, infinities keep their sign, and a row with more tokens than there is room for stays as it is."""
+    values = np.array([[np.nan, INF, -INF, 0.0, -0.0, 1e-45, 3e38, -3e38]], np.float32)
+    factors, prompt = np.array([[2.0, 0.5, 0.25]]), np.arange(8)[None]
+    output = [[0, 1, 2, 3, 4, 5, 6, 7, 7, 7]]
+    result = penalties(values, factors, prompt, output)
+    np.testing.assert_array_equal(result, penalties_reference(values, factors, prompt, output))
+    np.testing.assert_array_equal(penalties(values, factors, prompt, output, max_tokens=17), values)
+    # Tokens whose hashes collide, at the fullest that the table can be.
+    vocab = 1 << 20
+    values = np.random.default_rng(16).standard_normal((1, vocab)).astype(np.float32)
+    output = [[(i * 4096) % vocab for i in range(512)]]
+    result = penalties(values, factors, prompt, output)
+    np.testing.assert_array_equal(result, penalties_reference(values, factors, prompt, output))
+
+
 def test_no_rows_and_unknown_dtype_write_nothing() -> None:
-    for name in ("argmax", "softmax_rows", "gumbel_argmax", "top_k_top_p_mask"):
+    for name in ("argmax", "softmax_rows", "gumbel_argmax", "top_k_top_p_mask", "penalties"):
         args = ffi.new(f"vac_{name}_args *")
         ops = [name] if hasattr(lib, f"vac_{name}") else [f"{name}_partial", f"{name}_merge"]
         run_ops(ops, args, 3)

@@ -1,12 +1,20 @@
-"""Greedy and random sampling on our kernels.
+"""Greedy and random sampling, min-p and penalties on our kernels.
 
 Replaces ``Sampler.greedy_sample`` and ``TopKTopPSampler.forward_cpu``: both
 call ``torch.ops._C`` on any CPU platform, without a hook, and fail where
 ``vllm._C`` is missing. Can go once vLLM dispatches them through the platform.
+
+Replaces ``MinPLogitsProcessor.apply`` (with ``Sampler.sample`` around it) and
+``apply_all_penalties`` where the two samplers know it: torch operations on
+the whole vocabulary, millions of instructions for each token. Can go once vLLM
+lets a platform bring its own.
 """
 
 from __future__ import annotations
 
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import sampler as upstream
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
@@ -14,6 +22,10 @@ from vllm_arm_cpu.sampling import sampler
 
 
 def apply() -> None:
-    """Replace the two methods."""
+    """Replace the functions."""
     Sampler.greedy_sample = staticmethod(sampler.greedy_sample)
     TopKTopPSampler.forward_cpu = sampler.top_k_top_p_sample
+    Sampler.sample = sampler.sample
+    MinPLogitsProcessor.apply = sampler.apply_min_p
+    upstream.apply_all_penalties = sampler.apply_all_penalties
+    rejection_sampler.apply_all_penalties = sampler.apply_all_penalties

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import Any
+
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.penalties import apply_all_penalties as upstream_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
 
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer, scratch
@@ -13,6 +20,10 @@ ffi = library.ffi
 _argmax: Call | None = None
 _mask: Call | None = None
 _gumbel: Call | None = None
+_penalties: Call | None = None
+
+upstream_sample = Sampler.sample
+upstream_min_p = MinPLogitsProcessor.apply
 
 
 def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
@@ -38,12 +49,14 @@ def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def mask_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> None:
-    """Set what top-k and top-p exclude to -inf, in place.
+def mask_top_k_top_p(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None, min_p: torch.Tensor | None = None
+) -> None:
+    """Set what min-p, then top-k and top-p exclude to -inf, in place.
 
-    logits: FP32 [requests, vocab]; k: int32 [requests] or None; p: FP32 [requests] or None.
+    logits: FP32 [requests, vocab]; k: int32 [requests] or None; p, min_p: FP32 [requests] or None.
     """
-    if k is None and p is None:
+    if k is None and p is None and min_p is None:
         return
     global _mask
     if _mask is None:
@@ -52,11 +65,13 @@ def mask_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tens
     num_reqs, vocab = logits.shape
     k = None if k is None else k.to(torch.int32).contiguous()
     p = None if p is None else p.to(torch.float32).contiguous()
+    min_p = None if min_p is None else min_p.to(torch.float32).contiguous()
     rows_at_once = max(1, min(num_reqs, lib.vac_max_threads()))
     args = _mask.args[0]
     args.logits = ffi.cast("float *", logits.data_ptr())
     args.k = ffi.NULL if k is None else ffi.cast("int32_t *", k.data_ptr())
     args.p = ffi.NULL if p is None else ffi.cast("float *", p.data_ptr())
+    args.min_p = ffi.NULL if min_p is None else ffi.cast("float *", min_p.data_ptr())
     args.num_reqs, args.vocab_size, args.row_stride = num_reqs, vocab, logits.stride(0)
     args.num_workspaces = rows_at_once
     args.workspace = scratch.pointer(lib.vac_top_k_top_p_mask_workspace_size(vocab, rows_at_once))
@@ -103,12 +118,13 @@ def top_k_top_p_sample(
     generator of their own draw their seed from it, so a request's seed fixes
     its tokens whatever else is in the batch. Returns token ids int64
     [requests] and, in the processed modes, the filtered logits or logprobs.
+    With ``self.min_p``, which :func:`sample` sets, min-p is applied first.
     """
     if self.use_fp64_gumbel:
         native: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(logits, generators, k, p)
         return native
     rows = as_rows(logits.to(torch.float32))
-    mask_top_k_top_p(rows, k, p)
+    mask_top_k_top_p(rows, k, p, getattr(self, "min_p", None))
     processed = None
     if self.logprobs_mode in PROCESSED_LOGPROBS_MODES:
         processed = rows if self.logprobs_mode == "processed_logits" else rows.log_softmax(dim=-1)
@@ -116,3 +132,86 @@ def top_k_top_p_sample(
     for i, generator in generators.items():
         seeds[i : i + 1].random_(generator=generator)
     return gumbel_sample(rows, seeds), processed
+
+
+def sample(
+    self: Sampler,
+    logits: torch.Tensor,
+    sampling_metadata: SamplingMetadata,
+    logprobs_mode_override: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``Sampler.sample``, with min-p left to the kernel of top-k and top-p where nothing comes between them.
+
+    That saves reading and writing the logits once more. Arguments and results are vLLM's.
+    """
+    processors = sampling_metadata.logitsprocs.argmax_invariant
+    last: Any = processors[-1] if processors else None
+    filters = self.topk_topp_sampler
+    is_fused = type(last) is MinPLogitsProcessor and bool(last.min_p_count) and not filters.use_fp64_gumbel
+    if is_fused:
+        filters.min_p, last.is_fused = last.min_p.view(-1), True
+    try:
+        sampled: tuple[torch.Tensor, torch.Tensor | None]
+        sampled = upstream_sample(self, logits, sampling_metadata, logprobs_mode_override)
+        return sampled
+    finally:
+        if is_fused:
+            filters.min_p, last.is_fused = None, False
+
+
+def apply_min_p(self: MinPLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
+    """``MinPLogitsProcessor.apply``: mask in place what is less likely than min-p times the likeliest token."""
+    if not self.min_p_count or getattr(self, "is_fused", False):
+        return logits
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        return upstream_min_p(self, logits)
+    mask_top_k_top_p(logits, None, None, self.min_p.view(-1))
+    return logits
+
+
+def apply_all_penalties(
+    logits: torch.Tensor,
+    prompt_token_ids: torch.Tensor,
+    presence_penalties: torch.Tensor,
+    frequency_penalties: torch.Tensor,
+    repetition_penalties: torch.Tensor,
+    output_token_ids: list[list[int]],
+) -> torch.Tensor:
+    """Penalize tokens that were there before, in place: vLLM's function, in the time that their number takes.
+
+    logits: [requests, vocab]; prompt_token_ids: int64 [requests, tokens], padded with ids beyond
+    the vocabulary; penalties: FP32 [requests]; output_token_ids: a list for each request, -1 where
+    a token is not known yet. Returns the logits, bit by bit as vLLM computes them.
+    """
+    if logits.dtype != torch.float32 or logits.stride(1) != 1 or prompt_token_ids.dtype != torch.int64:
+        return upstream_penalties(
+            logits, prompt_token_ids, presence_penalties, frequency_penalties, repetition_penalties, output_token_ids
+        )
+    global _penalties
+    if _penalties is None:
+        _penalties = Call(("vac_penalties", "vac_penalties_args"))
+    lib = library.load()
+    num_reqs, vocab = logits.shape
+    starts, longest = [0], 0
+    for tokens in output_token_ids:
+        starts.append(starts[-1] + len(tokens))
+        longest = max(longest, len(tokens))
+    output = ffi.new("int32_t[]", list(chain.from_iterable(output_token_ids)))
+    output_start = ffi.new("int64_t[]", starts)
+    penalties = [
+        values.to(torch.float32).contiguous()
+        for values in (repetition_penalties, frequency_penalties, presence_penalties)
+    ]
+    prompt = as_rows(prompt_token_ids)
+    args = _penalties.args[0]
+    args.logits = ffi.cast("float *", logits.data_ptr())
+    args.repetition, args.frequency, args.presence = (ffi.cast("float *", values.data_ptr()) for values in penalties)
+    args.prompt = ffi.cast("int64_t *", prompt.data_ptr())
+    args.output, args.output_start = output, output_start
+    args.num_reqs, args.vocab_size, args.row_stride = num_reqs, vocab, logits.stride(0)
+    args.num_prompt, args.prompt_stride = prompt.shape[1], prompt.stride(0)
+    args.max_tokens = args.num_prompt + longest
+    args.num_workspaces = max(1, min(num_reqs, lib.vac_max_threads()))
+    args.workspace = scratch.pointer(lib.vac_penalties_workspace_size(args.max_tokens, args.num_workspaces))
+    _penalties.run()
+    return logits

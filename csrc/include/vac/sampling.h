@@ -1,4 +1,4 @@
-/* From logits to token ids: argmax, softmax, Gumbel sampling, top-k and top-p.
+/* From logits to token ids: penalties, argmax, softmax, Gumbel sampling, min-p, top-k and top-p.
  *
  * Logits are [num_reqs, vocab_size] rows; strides are in elements, the innermost
  * dimension is contiguous, pointers need no more than 2-byte alignment. A kernel
@@ -74,7 +74,9 @@ size_t vac_gumbel_argmax_workspace_size(int64_t num_reqs, int64_t vocab_size);
 void vac_gumbel_argmax_partial(const void *args, uint32_t thread_index, uint32_t thread_count);
 void vac_gumbel_argmax_merge(const void *args, uint32_t thread_index, uint32_t thread_count);
 
-/* Sets to -inf, in place, the logits that top-k and then top-p exclude.
+/* Sets to -inf, in place, the logits that min-p, then top-k, then top-p exclude.
+ * min-p keeps the logits that are at least the largest one plus log(min_p), those
+ * of at least min_p times the largest one's probability (error of the logarithm: 2^-22).
  * top-k keeps the logits that are not below the k-th largest one, with all that
  * tie with it. top-p takes the softmax of what is left in ascending order
  * and masks a logit when the probabilities up to and including it sum to at most
@@ -83,7 +85,7 @@ void vac_gumbel_argmax_merge(const void *args, uint32_t thread_index, uint32_t t
  * masked, exactly as many as the sum says. -0 equals +0. Sums are taken in
  * double from FP32 exponentials (relative error below 2^-20).
  * A row with a NaN is left as it is. In a row with +inf, whose probabilities are
- * undefined, top-p masks nothing.
+ * undefined, min-p and top-p mask nothing.
  * Nothing is sorted as a whole: maxima of small blocks bound the threshold from below,
  * and only the few blocks that reach it are searched. Split over rows; threads
  * from num_workspaces on have no scratch and do nothing. */
@@ -96,11 +98,43 @@ typedef struct vac_top_k_top_p_mask_args {
     int64_t vocab_size; /* below 2^31 */
     int64_t row_stride;
     int64_t num_workspaces; /* at least 1; at most what the workspace was sized for */
+    const float *min_p;     /* [num_reqs], read; below 2^-126 or NaN: off; 1 or more: only the largest stay;
+                             * NULL: off for all */
 } vac_top_k_top_p_mask_args;
 
 /* Bytes for num_workspaces rows at a time: the smaller of threads and requests. */
 size_t vac_top_k_top_p_mask_workspace_size(int64_t vocab_size, int64_t num_workspaces);
 void vac_top_k_top_p_mask(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+/* Penalizes, in place, the logits of tokens that were there before. A token of the
+ * prompt or the output: a positive logit is multiplied by 1 / repetition, another
+ * (NaN included) by repetition. One of the output, that it holds count times: logit - frequency
+ * * count - presence. Each operation is rounded by itself, in this order, so that
+ * the results are vLLM's bit by bit. Token ids outside [0, vocab_size) are padding.
+ * Takes time in proportion to the tokens, not to the vocabulary. Split over rows;
+ * threads from num_workspaces on have no scratch and do nothing, and a row of more
+ * than max_tokens tokens stays as it is. */
+typedef struct vac_penalties_args {
+    float *logits;               /* [num_reqs, vocab_size], read and written */
+    const float *repetition;     /* [num_reqs], above 0, read; 1: off */
+    const float *frequency;      /* [num_reqs], read; 0: off */
+    const float *presence;       /* [num_reqs], read; 0: off */
+    const int64_t *prompt;       /* [num_reqs, num_prompt] token ids, rows prompt_stride apart, read */
+    const int32_t *output;       /* token ids of all requests, one behind another, read */
+    const int64_t *output_start; /* [num_reqs + 1], read: request i has output[start[i]] .. output[start[i + 1] - 1] */
+    void *workspace;             /* vac_penalties_workspace_size() bytes, 16-byte aligned */
+    int64_t num_reqs;
+    int64_t vocab_size; /* below 2^31 */
+    int64_t row_stride;
+    int64_t num_prompt;
+    int64_t prompt_stride;
+    int64_t max_tokens;     /* num_prompt + the longest output; at most what the workspace was sized for */
+    int64_t num_workspaces; /* at least 1; at most what the workspace was sized for */
+} vac_penalties_args;
+
+/* Bytes for num_workspaces requests at a time, of max_tokens tokens each: the smaller of threads and requests. */
+size_t vac_penalties_workspace_size(int64_t max_tokens, int64_t num_workspaces);
+void vac_penalties(const void *args, uint32_t thread_index, uint32_t thread_count);
 
 #ifdef __cplusplus
 }
