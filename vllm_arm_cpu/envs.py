@@ -22,12 +22,14 @@ USER_PRELOAD = "_VAC_USER_PRELOAD"  # LD_PRELOAD as the user had it
 THREAD_PLAN = "_VAC_THREAD_PLAN"  # the thread plan that OMP_* was set from
 RANK_PLAN = "_VAC_RANK_PLAN"  # where a rank's process and memory belong
 LOCAL_ENGINES = "_VAC_LOCAL_ENGINES"  # data-parallel engines on this machine
+AFFINITY = "_VAC_AFFINITY"  # CPUs of an API server before it was kept off those that compute
 
 if TYPE_CHECKING:
     VAC_BIND: str | tuple[int, ...] | tuple[tuple[int, ...], ...]
     VAC_BLOCK_UPSTREAM_OPS: bool
     VAC_CACHE_DIR: str
     VAC_DECODER: bool
+    VAC_FRONTEND_CORES: int | None
     VAC_HUGE_PAGES: bool
     VAC_INT4: str
     VAC_INT4_KERNEL: str
@@ -224,6 +226,14 @@ def _parse_seconds(text: str) -> int:
     return int(text)
 
 
+def _parse_cores(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text) > 64:
+        raise ValueError(text)
+    return int(text)
+
+
 def _parse_bind(text: str) -> str | tuple[int, ...] | tuple[tuple[int, ...], ...]:
     if text in ("auto", "none"):
         return text
@@ -282,6 +292,14 @@ VARIABLES: tuple[Variable, ...] = (
         "How long a tensor-parallel rank waits in the middle of a step for another one that lives but does not come, "
         "before the engine ends with a message that names it. A rank whose process has ended is noticed at once.",
         _parse_seconds,
+    ),
+    Variable(
+        "VAC_FRONTEND_CORES",
+        "auto",
+        "auto, or a number from 0 to 64 and less than the cores that this process may use",
+        "Cores set aside for the API server, which is kept off those that compute. auto: one of 16 or more, unless "
+        "VAC_THREADS or VAC_BIND choose what computes; with VAC_BIND the API server runs on what the list leaves.",
+        _parse_cores,
     ),
     Variable(
         "VAC_HUGE_PAGES",

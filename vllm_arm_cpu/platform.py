@@ -14,7 +14,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.executor import plan
-from vllm_arm_cpu.runtime import numa, preload, topology
+from vllm_arm_cpu.runtime import frontend, numa, preload, topology
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,12 +90,14 @@ class ArmCpuPlatform(CpuPlatform):
             ValueError: a block size that the attention kernels cannot use, or a
                 VAC_* variable that means nothing here.
         """
-        from vllm_arm_cpu.compat import engine_shutdown
+        from vllm_arm_cpu.compat import engine_shutdown, frontend_cores
 
         engine_shutdown.apply()
+        frontend_cores.apply()
         # Settings that cannot be used must end here, not in a worker minutes later.
         for error in envs.errors():
             raise error
+        frontend.leave()
         parallel_config = vllm_config.parallel_config
         plan.remember_engines(parallel_config)
         plan.plan_engine(parallel_config, topology.read())

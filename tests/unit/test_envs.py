@@ -20,6 +20,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert envs.VAC_BLOCK_UPSTREAM_OPS is False
     assert envs.VAC_THREADS is None
     assert envs.VAC_BIND == "auto"
+    assert envs.VAC_FRONTEND_CORES is None
     assert envs.VAC_LINEAR == "auto"
     assert (envs.VAC_INT4, envs.VAC_INT4_KERNEL, envs.VAC_LM_HEAD) == ("w4a8", "auto", "bf16")
     assert envs.VAC_CACHE_DIR.endswith("/.cache/vllm-arm-cpu/tuning")
@@ -39,6 +40,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ("VAC_BIND", "0-3,8", (0, 1, 2, 3, 8)),
         ("VAC_BIND", "8,0-1,0", (8, 0, 1)),
         ("VAC_BIND", "none", "none"),
+        ("VAC_FRONTEND_CORES", "auto", None),
+        ("VAC_FRONTEND_CORES", "0", 0),
         ("VAC_TIER", "dotprod", "dotprod"),
         ("VAC_LINEAR", "torch", "torch"),
         ("VAC_LINEAR", "onednn", "onednn"),

@@ -294,7 +294,7 @@ def test_engines_get_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     found = read(machines.kunpeng920(), tmp_path)
     for variable in ("VAC_BIND", "VAC_THREADS", envs.LOCAL_ENGINES):
         monkeypatch.delenv(variable, raising=False)
-    assert engine_plan.plan_engine(config(), found)[0].threads.num_threads == 192
+    assert engine_plan.plan_engine(config(), found)[0].threads.num_threads == 191
     first = config(local_world_size=2, data_parallel_size_local=2)
     assert [entry.node for entry in engine_plan.plan_engine(first, found)] == [0, 1]
     second = config(local_world_size=2, data_parallel_size_local=2, data_parallel_rank_local=1)

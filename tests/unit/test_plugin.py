@@ -346,6 +346,7 @@ NONSENSE = {
     "VAC_PRELOAD": "2",
     "VAC_THREADS": "lots",
     "VAC_BIND": "first",
+    "VAC_FRONTEND_CORES": "65",
     "VAC_HUGE_PAGES": "big",
     "VAC_LINEAR": "quick",
     "VAC_DECODER": "maybe",

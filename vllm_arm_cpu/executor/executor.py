@@ -27,7 +27,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm_arm_cpu.compat import queue_wait
 from vllm_arm_cpu.envs import format_cpu_list
 from vllm_arm_cpu.executor.plan import plan_engine
-from vllm_arm_cpu.runtime import numa, topology
+from vllm_arm_cpu.runtime import frontend, numa, topology
 from vllm_arm_cpu.runtime.numa import RankPlan
 
 logger = init_logger("vllm.arm_cpu.executor")
@@ -37,6 +37,7 @@ class NumaExecutor(MultiprocExecutor):
     """``MultiprocExecutor`` whose ranks are placed by :mod:`vllm_arm_cpu.runtime.numa`."""
 
     def _init_executor(self) -> None:
+        frontend.leave()
         self.machine = topology.read()
         self.plans = plan_engine(self.parallel_config, self.machine)
         for row in numa.picture(self.machine, self.plans):

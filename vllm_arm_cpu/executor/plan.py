@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 EXECUTOR_CLASS = "vllm_arm_cpu.executor.executor.NumaExecutor"
 
 
+def plan_machine(parallel_config: ParallelConfig, machine: topology.Topology) -> tuple[RankPlan, ...]:
+    """Plans of the ranks of all engines on this machine; errors as in :func:`plan_engine`."""
+    if parallel_config.distributed_executor_backend not in (None, "mp", "uni", EXECUTOR_CLASS):
+        # Ray and other launchers put ranks where they like: what else is on this machine is not known.
+        return numa.plan_ranks(machine, 1)
+    engines = max(parallel_config.data_parallel_size_local, int(os.environ.get(envs.LOCAL_ENGINES, "1")), 1)
+    index = parallel_config.data_parallel_rank_local or 0
+    return numa.plan_ranks(machine, max(engines, index + 1) * parallel_config.local_world_size)
+
+
 def plan_engine(parallel_config: ParallelConfig, machine: topology.Topology) -> tuple[RankPlan, ...]:
     """Plans of an engine's ranks on this machine.
 
@@ -27,14 +37,9 @@ def plan_engine(parallel_config: ParallelConfig, machine: topology.Topology) -> 
         EnvError: VAC_BIND or VAC_THREADS does not fit.
         ValueError: more ranks than cores.
     """
-    if parallel_config.distributed_executor_backend not in (None, "mp", "uni", EXECUTOR_CLASS):
-        # Ray and other launchers put ranks where they like: what else is on this machine is not known.
-        return numa.plan_ranks(machine, 1)
-    per_engine = parallel_config.local_world_size
-    engines = max(parallel_config.data_parallel_size_local, int(os.environ.get(envs.LOCAL_ENGINES, "1")), 1)
+    plans, per_engine = plan_machine(parallel_config, machine), parallel_config.local_world_size
     index = parallel_config.data_parallel_rank_local or 0
-    plans = numa.plan_ranks(machine, max(engines, index + 1) * per_engine)
-    return plans[index * per_engine : (index + 1) * per_engine]
+    return plans[index * per_engine : (index + 1) * per_engine] if len(plans) >= per_engine else plans
 
 
 def remember_engines(parallel_config: ParallelConfig, environ: MutableMapping[str, str] | None = None) -> None:

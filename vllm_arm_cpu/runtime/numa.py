@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.envs import format_cpu_list
-from vllm_arm_cpu.runtime import memory, threads
+from vllm_arm_cpu.runtime import frontend, memory, threads
 from vllm_arm_cpu.runtime.threads import ThreadPlan
 from vllm_arm_cpu.runtime.topology import Topology
 
@@ -55,7 +55,7 @@ def plan_ranks(topology: Topology, num_ranks: int, environ: Mapping[str, str] | 
 
     Nodes are chosen so that the poorest rank has most cores, then so that they
     are near each other; neighbouring ranks are on neighbouring nodes. One rank
-    alone has the whole machine, as :func:`threads.plan_threads` cuts it.
+    alone has the whole machine, as :func:`frontend.plan_threads` cuts it.
 
     Args:
         environ: where VAC_BIND and VAC_THREADS are read; the process's by default.
@@ -66,7 +66,8 @@ def plan_ranks(topology: Topology, num_ranks: int, environ: Mapping[str, str] | 
     """
     bind = envs.get("VAC_BIND", environ)
     if num_ranks == 1:
-        return (RankPlan(0, threads.plan_threads(topology, environ)),)
+        return (RankPlan(0, frontend.plan_threads(topology, environ)),)
+    topology = frontend.for_compute(topology, environ, num_ranks)
     if isinstance(bind, tuple):
         plans = [threads.plan_threads(topology, environ, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
     else:

@@ -31,7 +31,7 @@ from vllm_arm_cpu.compat import checkpoint_pages, torch_threads
 from vllm_arm_cpu.executor.plan import plan_engine
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
-from vllm_arm_cpu.runtime import memory, numa, preload, threads, topology
+from vllm_arm_cpu.runtime import frontend, memory, numa, preload, threads, topology
 from vllm_arm_cpu.worker import warmup
 from vllm_arm_cpu.worker.model_runner import ArmCpuModelRunner
 
@@ -65,11 +65,13 @@ class ArmCpuWorker(CPUWorker):
         layers.register()
         quantization.register()
         compat.apply()
+        # A rank of several was told by the executor: its own affinity mask shows its cores only.
+        inherited = numa.inherited()
+        if inherited is None:
+            frontend.leave()
         self.topology = topology.read()
         self._affinity = os.sched_getaffinity(0)
         parallel_config = vllm_config.parallel_config
-        # A rank of several was told by the executor: its own affinity mask shows its cores only.
-        inherited = numa.inherited()
         plans = plan_engine(parallel_config, self.topology) if inherited is None else ()
         self.plan = inherited or plans[local_rank % len(plans)]
         if inherited is None and self.plan.memory_nodes:
