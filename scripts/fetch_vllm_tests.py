@@ -56,8 +56,8 @@ def finder() -> PackageFinder:
     return found
 
 
-def fetch(version: str, destination: Path) -> None:
-    """Download the source distribution and unpack its tests, all or nothing."""
+def download(version: str, directory: str) -> Path:
+    """Download the source distribution of a version; the hash that the index gives is verified."""
     packages = finder().find_matches(f"{PROJECT}=={version}")
     source = next((package.link for package in packages if not package.link.is_wheel), None)
     if source is None:
@@ -67,11 +67,14 @@ def fetch(version: str, destination: Path) -> None:
         )
     if not source.hash_option:
         print(f"the index gives no hash of {source.filename}: it is not verified", file=sys.stderr)
+    return finder().download(source, directory)
+
+
+def fetch(version: str, destination: Path) -> None:
+    """Download the source distribution and unpack its tests, all or nothing."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent) as directory:
-        # Verifies the hash.
-        archive = finder().download(source, directory)
-        with tarfile.open(archive) as content:
+        with tarfile.open(download(version, directory)) as content:
             members = [member for member in content if re.match(r"[^/]+/tests/", member.name)]
             content.extractall(directory, members, filter="data")
         (unpacked,) = Path(directory).glob("*/tests")

@@ -9,7 +9,6 @@ rm -rf "$SITE"
 target=(--target "$SITE")
 [ "$HOST_ARCH" = aarch64 ] || target+=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
 "$TOOLS/bin/uv" pip install --quiet --no-deps "${target[@]}" "${1:?WHEEL}"
-python=$VENV/bin/python3
-[ "$HOST_ARCH" = aarch64 ] || python=/opt/venv/bin/python3
-for script in "$SITE"/bin/*; do sed -i "1s|^#!.*|#!$python|" "$script"; done
+# Whichever environment it is run in: arm.sh puts its Python first in PATH.
+for script in "$SITE"/bin/*; do sed -i '1s|^#!.*|#!/usr/bin/env python3|' "$script"; done
 touch "$SITE/.installed"

@@ -45,6 +45,9 @@ export -f on_arm on_upstream fail
 INSIDE=/src
 [ "$HOST_ARCH" != aarch64 ] || INSIDE=$PROJECT
 export HOST_ARCH INSIDE TOOLS VENV BUILD
+# A vLLM from source has no compiled ops to run beside.
+[ "$VLLM_FROM" = wheel ] && UPSTREAM_OPS=1 || UPSTREAM_OPS=0
+export UPSTREAM_OPS
 
 unit() { group unit 300 "$TOOLS/bin/python" -m pytest -p no:cacheprovider tests/unit; }
 # What only Arm code shows; and only its emulator: CPUs that are too old, instructions as they are executed.
@@ -54,10 +57,10 @@ emulation() {
 }
 kernels_v2() { group kernels-v2 1200 bash -c 'on_arm neoverse-v2 tests/kernels'; }
 kernels_n1() { group kernels-n1 1200 bash -c 'on_arm neoverse-n1 tests/kernels'; }
-# Once beside vLLM's own compiled ops, once with them blocked.
+# Once beside vLLM's own compiled ops, where it has any, once with them blocked.
 integration_v2() {
     upstream_shim
-    group integration-v2 2700 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=1 tests/integration'
+    group integration-v2 2700 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
 }
 integration_n1() {
     group integration-n1 1500 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 tests/integration/test_generation.py'
@@ -75,7 +78,7 @@ upstream_attention() {
 slow() {
     upstream_shim
     group upstream-slow 3600 bash -c 'on_upstream whole'
-    MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=1 tests/integration'
+    MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
 }
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with
 # this library they load. Nothing calls it.
