@@ -104,9 +104,12 @@ def test_torch_threads() -> None:
     worker = Source("v1/worker/gpu_worker.py")
     assert "set_torch_threads_for_runtime" in worker.imports()
     assert "set_torch_threads_for_runtime()" in worker.function("Worker.load_model")
-    function = Source("utils/torch_utils.py").function("set_torch_threads_for_runtime")
+    helpers = Source("utils/torch_utils.py")
+    function = helpers.function("set_torch_threads_for_runtime")
     assert "torch.set_num_threads(1)" in function
     assert "current_platform" not in function, "it asks the platform now"
+    # Others in vLLM set numbers of their own, too.
+    assert "torch.set_num_threads(num_threads)" in helpers.function("set_default_torch_num_threads")
 
 
 def test_triton_kernels() -> None:
@@ -171,8 +174,10 @@ def test_moe_methods() -> None:
     """The classes for experts are imported when a layer is made, and choose their kernel among vLLM's own."""
     folder = "model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe"
     choose = Source(f"{folder}/compressed_tensors_moe.py").function("CompressedTensorsMoEMethod.get_moe_method")
-    for scheme, select in (("w8a8", "select_int8_moe_backend"), ("w4a8", "select_w4a8_int8_moe_backend")):
-        name = f"CompressedTensors{scheme.upper()}Int8MoEMethod"
+    for scheme, name, select in (
+        ("w8a8", "CompressedTensorsW8A8Int8MoEMethod", "select_int8_moe_backend"),
+        ("w4a8", "CompressedTensorsW4A8Int8MoEMethod", "select_w4a8_int8_moe_backend"),
+    ):
         module = f"compressed_tensors_moe_{scheme}_int8"
         assert re.search(rf"from \.{module} import {name}\s+return {name}\(", choose)
         method = Source(f"{folder}/{module}.py")
@@ -192,9 +197,18 @@ def test_engine_shutdown() -> None:
     assert re.search(swallowed, Source("utils/network_utils.py").function("zmq_socket_ctx"))
 
     timeout = utils.function("get_engine_process_shutdown_timeout")
-    assert "request_timeout == 0 and process_timeout == 0 and current_platform.is_rocm()" in timeout
+    assert "if request_timeout == 0 and process_timeout == 0" in timeout
+    assert "return process_timeout" in timeout
+    # 0.33 also takes a variable that the user has set; the default is what it was.
+    assert set(re.findall(r"current_platform\.(\w+)", timeout)) == {"is_rocm"}
     manager = utils.function("CoreEngineProcManager.shutdown")
     assert "get_engine_process_shutdown_timeout(self._request_shutdown_timeout, timeout)" in manager
+    # What is replaced is looked up by its name when it is called.
+    assert "shutdown" in utils.imports()
+    assert "shutdown(self.processes, timeout=process_timeout)" in manager
+    from vllm_arm_cpu.compat import engine_shutdown
+
+    assert Source("v1/utils.py").parameters("shutdown") == own_parameters(engine_shutdown.shutdown)
 
 
 def test_kv_cache_dtype() -> None:
@@ -232,6 +246,29 @@ def test_every_patch_has_a_test_and_an_end(patch: str) -> None:
     assert f"test_{patch}" in globals(), f"vllm_arm_cpu/compat/{patch}.py has no test here"
     docstring = ast.get_docstring(ast.parse((COMPAT / f"{patch}.py").read_text())) or ""
     assert re.search(r"\bcan\s+go\s+once\b|\bhook\b", docstring, re.I), "it does not say when it can go"
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_every_replaced_name_is_checked(patch: str) -> None:
+    """What a patch assigns to vLLM's or torch's modules and classes stands in its test."""
+    tree = ast.parse((COMPAT / f"{patch}.py").read_text())
+    foreign = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] in ("vllm", "torch")
+    }
+    replaced = {
+        target.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in foreign
+    }
+    assert replaced, f"{patch} replaces nothing"
+    test = inspect.getsource(globals()[f"test_{patch}"])
+    assert {name for name in replaced if name not in test} == set()
 
 
 def test_every_test_has_a_patch() -> None:

@@ -36,9 +36,9 @@ def zmq_socket_ctx(*args: Any, **kwargs: Any) -> Iterator[Any]:
         raise interrupt
 
 
-def shutdown(processes: list[Any], timeout: float | None = None) -> None:
+def shutdown(procs: list[Any], timeout: float | None = None) -> None:
     """As vLLM's, with some time where it gives none."""
-    _shutdown(processes, timeout=GRACE if timeout == 0 else timeout)
+    _shutdown(procs, timeout=GRACE if timeout == 0 else timeout)
 
 
 def apply() -> None:
