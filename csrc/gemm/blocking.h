@@ -56,6 +56,13 @@ inline Workspace workspace_layout(size_t m, size_t n, size_t k) {
     return w;
 }
 
+// Bytes that one thread wants for any number of rows up to m: a smaller batch may take the other path.
+inline size_t workspace_up_to(size_t m, size_t n, size_t k) {
+    const size_t small = workspace_layout(min_size(m, kSmallRows), n, k).size;
+    const size_t whole = workspace_layout(m, n, k).size;
+    return small > whole ? small : whole;
+}
+
 struct Part {
     Range rows, panels;  // empty for a thread without work
 };

@@ -5,6 +5,7 @@
 #include "gemm/blocking.h"
 
 VAC_DEFINE_KERNEL(gemm)
+VAC_DEFINE_KERNEL(gemm_grouped)
 VAC_DEFINE_KERNEL(gemm_rhs_pack)
 VAC_DEFINE_KERNEL(gemm_rhs_gather_rows)
 VAC_DEFINE_KERNEL(gemm_rhs_unpack)
@@ -23,10 +24,7 @@ VAC_EXPORT size_t vac_gemm_rhs_packed_size(int dtype, size_t n, size_t k) {
 
 VAC_EXPORT size_t vac_gemm_workspace_size(int dtype, size_t m, size_t n, size_t k, uint32_t num_threads) {
     (void)dtype;
-    // A smaller batch may take the other path, and the size is to hold for it too.
-    const size_t small = workspace_layout(min_size(m, kSmallRows), n, k).size;
-    const size_t whole = workspace_layout(m, n, k).size;
-    return num_threads * (small > whole ? small : whole) + kWorkspaceAlign;
+    return num_threads * workspace_up_to(m, n, k) + kWorkspaceAlign;
 }
 
 VAC_EXPORT int vac_gemm_check(const vac_gemm_args *args) {
@@ -39,6 +37,11 @@ VAC_EXPORT int vac_gemm_check(const vac_gemm_args *args) {
     const bool pointers = !work || (args->out != nullptr && args->workspace != nullptr &&
                                     (args->k == 0 || (args->lhs != nullptr && args->rhs != nullptr)));
     return types && strides && pointers ? VAC_OK : VAC_INVALID_ARGUMENT;
+}
+
+VAC_EXPORT int vac_gemm_grouped_check(const vac_gemm_grouped_args *args) {
+    const bool groups = args->num_groups == 0 || args->group_start != nullptr;
+    return groups && args->each.residual == nullptr ? vac_gemm_check(&args->each) : VAC_INVALID_ARGUMENT;
 }
 
 }  // extern "C"

@@ -5,6 +5,7 @@
 
 VAC_DEFINE_KERNEL(moe_sort)
 VAC_DEFINE_KERNEL(moe_combine)
+VAC_DEFINE_KERNEL(moe_swiglu_oai)
 
 namespace {
 
@@ -31,6 +32,13 @@ VAC_EXPORT int vac_moe_combine_check(const vac_moe_combine_args *args) {
     const bool read =
         args->top_k == 0 || (args->topk_weights != nullptr && args->position != nullptr && args->rows != nullptr);
     return status(known(args->dtype) && known(args->out_dtype) && strides && (empty || (args->out != nullptr && read)));
+}
+
+VAC_EXPORT int vac_moe_swiglu_oai_check(const vac_moe_swiglu_oai_args *args) {
+    const bool strides = args->x_stride >= 2 * args->d && args->out_stride >= args->d;
+    const bool empty = args->num_rows == 0 || args->d == 0;
+    return status(known(args->dtype) && strides && args->limit > 0 &&
+                  (empty || (args->x != nullptr && args->out != nullptr)));
 }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
-// Sorting rows by expert, and adding the experts' outputs up by token.
+// Sorting rows by expert, gpt-oss's activation, and adding the experts' outputs up by token.
 #include "vac/moe.h"
 
+#include "common/activation.h"
 #include "common/simd.h"
 
 namespace vac::VAC_TIER_NS {
@@ -10,6 +11,19 @@ inline int64_t expert_of(const vac_moe_sort_args &args, size_t token, size_t cho
     const size_t i = token * args.topk_ids_stride + choice;
     return args.ids_are_int64 ? static_cast<const int64_t *>(args.topk_ids)[i]
                               : static_cast<const int32_t *>(args.topk_ids)[i];
+}
+
+// (up + 1) * gate * sigmoid(alpha * gate) of four columns.
+template <Precision kPrecision>
+inline float32x4_t swiglu_oai(float32x4_t gate, float32x4_t up, float alpha, float limit) {
+    const float32x4_t most = vdupq_n_f32(limit);
+    gate = vminq_f32(gate, most);
+    up = vmaxq_f32(vminq_f32(up, most), vdupq_n_f32(-limit));
+    // Bounded before the product as well: -inf * 0 would be NaN.
+    const float32x4_t least = vdupq_n_f32(kSigmoidMin<kPrecision>);
+    gate = vmaxq_f32(gate, vdupq_n_f32(kSigmoidMin<kPrecision> / alpha));
+    const float32x4_t s = sigmoid<kPrecision>(vmaxq_f32(vmulq_n_f32(gate, alpha), least));
+    return vmulq_f32(vaddq_f32(up, vdupq_n_f32(1.0f)), vmulq_f32(gate, s));
 }
 
 }  // namespace
@@ -66,6 +80,28 @@ void moe_combine(const void *untyped, uint32_t thread_index, uint32_t thread_cou
                                });
                            });
         });
+    });
+}
+
+void moe_swiglu_oai(const void *untyped, uint32_t thread_index, uint32_t thread_count) {
+    const auto &args = *static_cast<const vac_moe_swiglu_oai_args *>(untyped);
+    with_dtype(args.dtype, [&](auto type) {
+        using Type = decltype(type);
+        using Element = typename Type::Element;
+        for_row_pieces(static_cast<int64_t>(args.num_rows), static_cast<int64_t>(args.d), thread_index, thread_count,
+                       [&](int64_t row, int64_t begin, int64_t end) {
+                           const Element *gate =
+                               static_cast<const Element *>(args.x) + static_cast<size_t>(row) * args.x_stride;
+                           const Element *up = gate + args.d;
+                           Element *out = static_cast<Element *>(args.out) + static_cast<size_t>(row) * args.out_stride;
+                           for_columns(begin, end, [&](int64_t i, auto part) {
+                               const F32x8 g = load<Type>(gate + i, part), u = load<Type>(up + i, part);
+                               store<Type>(out + i,
+                                           F32x8{swiglu_oai<Type::kPrecision>(g.lo, u.lo, args.alpha, args.limit),
+                                                 swiglu_oai<Type::kPrecision>(g.hi, u.hi, args.alpha, args.limit)},
+                                           part);
+                           });
+                       });
     });
 }
 

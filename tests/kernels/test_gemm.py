@@ -349,3 +349,75 @@ def test_workspace_grows_with_every_size() -> None:
         found = [size(*s) for s in sizes]
         assert found == sorted(found)
     assert size(132, 512, 4096) == size(8192, 512, 4096)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_grouped(dtype: str) -> None:
+    """Groups of rows with a weight each have the bits that the plain kernel gives; groups without rows, too."""
+    n, extra = 37, 3
+    cases: list[tuple[list[int], int, str]] = [
+        ([1], 22, ""),
+        ([0, 3, 0, 5, 1], 130, dtype),
+        ([17, 0, 70, 2], 31, "f32"),
+        ([4, 4, 4], 600, dtype),
+        ([0, 0], 8, ""),
+    ]
+    for case, (counts, k, bias_dtype) in enumerate(cases):
+        at_end, groups, m = case % 2 == 0, len(counts), sum(counts)
+        problems = [make(dtype, max(count, 1), n, k, bias_dtype=bias_dtype) for count in counts]
+        rng = np.random.default_rng(case)
+        for problem in problems:
+            problem.weight = stored(rng.standard_normal((n, k)), dtype)
+        size = -(-lib.vac_gemm_rhs_packed_size(DTYPES[dtype], n, k) // 64) * 64
+        packed = Guarded(groups * size, np.uint8, at_end)
+        each = [pack(problem.weight, dtype).array for problem in problems]
+        for group, bits in enumerate(each):
+            packed.array[group * size : group * size + bits.size] = bits
+        rows = [problem.lhs[:count] for problem, count in zip(problems, counts, strict=True)]
+        lhs_memory, lhs = rows_with_stride(np.concatenate([*rows, problems[0].lhs[:1]])[: max(m, 1)], k + extra, at_end)
+        biases = None
+        if bias_dtype:
+            gap = np.zeros(2, problems[0].bias.dtype)
+            biases = guarded(np.concatenate([np.concatenate([p.bias, gap]) for p in problems])[:-2], at_end)
+        start = guarded(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), at_end)
+        for threads in (1, 2, 3, 8):
+            out_memory, out = rows_with_stride(np.full((max(m, 1), n), 0x55, STORAGE[dtype]), n + extra, at_end)
+            untouched = out_memory.array.copy()
+            # Room for more rows than there are.
+            most = m + 9
+            workspace = Guarded(lib.vac_gemm_workspace_size(DTYPES[dtype], most, n, k, threads), np.uint8, at_end)
+            args = ffi.new("vac_gemm_grouped_args *")
+            args.each.dtype = args.each.out_dtype = DTYPES[dtype]
+            args.each.m, args.each.n, args.each.k = most, n, k
+            args.each.lhs, args.each.lhs_stride = pointer(lhs), k + extra
+            args.each.out, args.each.out_stride = pointer(out), n + extra
+            args.each.rhs, args.each.workspace = pointer(packed.array), pointer(workspace.array)
+            args.each.bias = pointer(biases.array if biases else None)
+            args.each.bias_dtype = DTYPES[bias_dtype or dtype]
+            args.num_groups, args.group_start = groups, ffi.cast("int32_t *", start.array.ctypes.data)
+            args.rhs_group_stride, args.bias_group_stride = size, n + 2
+            assert lib.vac_gemm_grouped_check(args) == lib.VAC_OK
+            run(kernel("gemm_grouped"), args, threads)
+            for memory in (lhs_memory, out_memory, packed, workspace, start, biases):
+                if memory is not None:
+                    memory.check()
+            begin = 0
+            for problem, bits, count in zip(problems, each, counts, strict=True):
+                if count:
+                    alone = Problem(dtype, problem.weight, problem.lhs[:count], problem.bias, problem.bias_dtype)
+                    assert np.array_equal(out[begin : begin + count], alone.run(bits)), (case, threads)
+                    alone.check(out[begin : begin + count])
+                begin += count
+            out[:m] = 0x55
+            assert (out_memory.array == untouched).all()
+
+
+def test_grouped_refuses() -> None:
+    """A residual, or groups without their beginnings."""
+    args = ffi.new("vac_gemm_grouped_args *")
+    args.each.dtype = args.each.out_dtype = DTYPES["f32"]
+    assert lib.vac_gemm_grouped_check(args) == lib.VAC_OK
+    args.num_groups = 1
+    assert lib.vac_gemm_grouped_check(args) == lib.VAC_INVALID_ARGUMENT
+    args.num_groups, args.each.residual = 0, ffi.cast("void *", 64)
+    assert lib.vac_gemm_grouped_check(args) == lib.VAC_INVALID_ARGUMENT

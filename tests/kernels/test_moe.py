@@ -136,3 +136,57 @@ def test_checks() -> None:
         assert lib.vac_moe_combine_check(combine) == lib.VAC_INVALID_ARGUMENT, name
         setattr(combine, name, old)
     assert len(memory) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_oai(dtype: str) -> None:
+    """gpt-oss's activation in FP64, rounded once; beyond the limits, in place, with gaps, NaN and infinities."""
+    rng = np.random.default_rng(5)
+    alpha, limit = 1.702, 7.0
+    for case, (num_rows, d) in enumerate([(1, 1), (1, 257), (3, 64), (7, 100), (19, 31), (0, 8)]):
+        at_end, threads, in_place = bool(case % 2), THREADS[case % 4], case in (2, 3)
+        stride = 2 * d + 3
+        values = encode((6 * rng.standard_normal((max(num_rows, 1), stride))).astype(np.float32), dtype)
+        if case == 3:
+            special = encode(np.array([np.nan, np.inf, -np.inf, 1e4, -1e4], dtype=np.float32), dtype)
+            values[0, :5], values[1, d : d + 5] = special, special
+        x = guarded(values.reshape(-1)[: values.size - 3], at_end)
+        out_stride = stride if in_place else d + 5
+        size = (num_rows - 1) * out_stride + d if num_rows else 0
+        out = x if in_place else guarded(np.full(size, 0x55, dtype=_bits(dtype)), at_end)
+        before = out.array[:out_stride].copy()
+        args = ffi.new("vac_moe_swiglu_oai_args *")
+        args.dtype, args.num_rows, args.d = DTYPES[dtype], num_rows, d
+        args.x, args.x_stride = ffi.cast("void *", x.array.ctypes.data), stride
+        args.out, args.out_stride = ffi.cast("void *", out.array.ctypes.data), out_stride
+        args.alpha, args.limit = alpha, limit
+        assert lib.vac_moe_swiglu_oai_check(args) == lib.VAC_OK
+        run(kernel("moe_swiglu_oai"), args, threads)
+        x.check()
+        out.check()
+        for row in range(num_rows):
+            exact = decode(values[row], dtype).astype(np.float64)
+            gate, up = np.minimum(exact[:d], limit), np.clip(exact[d : 2 * d], -limit, limit)
+            with np.errstate(all="ignore"):
+                sigmoid = 1 / (1 + np.exp(-alpha * gate))
+                expected = (up + 1) * np.where(np.isneginf(gate), 0, gate * sigmoid)
+            bits = out.array[row * out_stride : row * out_stride + d].view(values.dtype)
+            got = decode(bits, dtype).astype(np.float64)
+            assert np.array_equal(np.isnan(got), np.isnan(expected))
+            # The exponential's error is one rounding of the type at most; FP32's own on top.
+            good = np.abs(got - expected) <= 2 * ROUNDOFF[dtype] * np.abs(expected) + 2.0**-22 * 60
+            assert (good | np.isnan(expected)).all(), (dtype, num_rows, d, row)
+            if not in_place and row + 1 < num_rows:
+                assert (out.array[row * out_stride + d : (row + 1) * out_stride] == before[d:]).all()
+
+
+def test_swiglu_oai_refuses() -> None:
+    """Strides that are too small, and a limit that is none."""
+    args = ffi.new("vac_moe_swiglu_oai_args *")
+    args.dtype, args.d, args.x_stride, args.out_stride, args.limit = DTYPES["f32"], 4, 8, 4, 1
+    assert lib.vac_moe_swiglu_oai_check(args) == lib.VAC_OK
+    for name, value in (("x_stride", 7), ("out_stride", 3), ("limit", 0), ("dtype", 9), ("num_rows", 1)):
+        before = getattr(args, name)
+        setattr(args, name, value)
+        assert lib.vac_moe_swiglu_oai_check(args) == lib.VAC_INVALID_ARGUMENT, name
+        setattr(args, name, before)

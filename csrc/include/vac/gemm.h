@@ -61,6 +61,23 @@ void vac_gemm(const void *args /* vac_gemm_args */, uint32_t thread_index, uint3
  * does not accept. The kernel itself checks nothing. */
 int vac_gemm_check(const vac_gemm_args *args);
 
+typedef struct vac_gemm_grouped_args {
+    vac_gemm_args each; /* as for one weight; m: the most rows that group_start may count; rhs and bias are group 0's;
+                           residual: NULL; workspace: vac_gemm_workspace_size bytes for this m */
+    size_t num_groups;
+    const int32_t *group_start; /* [num_groups + 1], ascending: rows group_start[g] to group_start[g + 1] - 1 of lhs and
+                                   out are group g's; read when the kernel runs */
+    size_t rhs_group_stride;    /* bytes from one packed weight to the next; a multiple of 64 for speed */
+    size_t bias_group_stride;   /* elements; ignored without bias */
+} vac_gemm_grouped_args;
+
+/* Kernel: vac_gemm with another weight for each group of rows, such as a mixture's experts. Rows get the bits that
+ * vac_gemm gives them. Every group is split over the whole team, as vac_gemm is. */
+void vac_gemm_grouped(const void *args /* vac_gemm_grouped_args */, uint32_t thread_index, uint32_t thread_count);
+
+/* As vac_gemm_check; refuses a residual, too. */
+int vac_gemm_grouped_check(const vac_gemm_grouped_args *args);
+
 /* Bytes of workspace for a team of at most num_threads; grows with m and is
  * constant from m = 132 on, so the size for the largest batch fits all. */
 size_t vac_gemm_workspace_size(int dtype, size_t m, size_t n, size_t k, uint32_t num_threads);

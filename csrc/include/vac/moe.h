@@ -55,6 +55,24 @@ void vac_moe_combine(const void *args /* vac_moe_combine_args */, uint32_t threa
 
 int vac_moe_combine_check(const vac_moe_combine_args *args);
 
+typedef struct vac_moe_swiglu_oai_args {
+    int32_t dtype; /* enum vac_dtype, of x and out */
+    size_t num_rows;
+    size_t d;
+    const void *x; /* [num_rows, 2 d], gates before what they gate, row stride x_stride >= 2 d, read */
+    size_t x_stride;
+    void *out; /* [num_rows, d], row stride out_stride >= d, written; may be x itself with the same stride */
+    size_t out_stride;
+    float alpha;
+    float limit; /* > 0 */
+} vac_moe_swiglu_oai_args;
+
+/* Kernel: gpt-oss's gated activation, with gate and up cut off at limit (up at -limit, too):
+ * out = (up + 1) * gate / (1 + exp(-alpha * gate)). NaN stays NaN. Split over rows and columns. */
+void vac_moe_swiglu_oai(const void *args /* vac_moe_swiglu_oai_args */, uint32_t thread_index, uint32_t thread_count);
+
+int vac_moe_swiglu_oai_check(const vac_moe_swiglu_oai_args *args);
+
 #ifdef __cplusplus
 }
 #endif
