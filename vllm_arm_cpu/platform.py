@@ -63,6 +63,10 @@ class ArmCpuPlatform(CpuPlatform):
         from vllm_arm_cpu.compat import kv_cache_dtype
 
         super().pre_register_and_update(parser)
+        cls.import_kernels()
+        if not upstream_ops_available():
+            # The only kernel for latents is there; without it our own attend over heads made from them.
+            os.environ.setdefault("VLLM_MLA_DISABLE", "1")
         kv_cache_dtype.apply(parser)
         if parser is None:
             from vllm_arm_cpu import quantization
@@ -102,8 +106,18 @@ class ArmCpuPlatform(CpuPlatform):
         plan.remember_engines(parallel_config)
         plan.plan_engine(parallel_config, topology.read())
         cache_config = vllm_config.cache_config
+        if cache_config.kv_offloading_size is not None:
+            raise ValueError(
+                f"--kv-offloading-size {cache_config.kv_offloading_size} means nothing on a CPU: the KV cache is in "
+                "main memory already. Leave it out, and set --kv-cache-memory-bytes for a larger cache"
+            )
         single_process = parallel_config.distributed_executor_backend == "uni"
         use_mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla
+        if not use_mla and vllm_config.model_config is not None and vllm_config.model_config.is_deepseek_mla:
+            logger.warning_once(
+                "latent attention (MLA) runs as attention over whole heads: the KV cache keeps keys and values of all "
+                "heads, many times what latents would take"
+            )
         default_block_size = not cache_config.user_specified_block_size and not use_mla
         if parallel_config.worker_cls == "auto":
             parallel_config.worker_cls = WORKER_CLASS
@@ -166,9 +180,11 @@ class ArmCpuPlatform(CpuPlatform):
         """Native implementations in the place of Triton kernels."""
         from vllm.triton_utils import HAS_TRITON
 
-        from vllm_arm_cpu.compat import triton_kernels
+        from vllm_arm_cpu.compat import speculative_kernels, triton_kernels
 
         triton_kernels.prepare()
+        if not upstream_ops_available():
+            speculative_kernels.prepare()
         super().register_triton_kernel_overrides()
         if HAS_TRITON:
             triton_kernels.register()

@@ -130,6 +130,18 @@ def test_triton_kernels() -> None:
     assert [parameter.removesuffix("_ptr") for parameter in kernel] == cpu.parameters(name)
 
 
+def test_speculative_kernels() -> None:
+    """Every kernel's stand-in calls ``vllm._C``, is registered under its name, and has our parameters."""
+    from vllm_arm_cpu.compat import speculative_kernels
+
+    cpu = Source("utils/cpu_triton_utils.py")
+    overrides = Source("platforms/cpu.py").function("CpuPlatform.register_triton_kernel_overrides")
+    for name, function in speculative_kernels.KERNELS.items():
+        assert f"torch.ops._C.{name.lstrip('_')}(" in cpu.function(name), name
+        assert cpu.parameters(name) == own_parameters(function), name
+        assert f"cpu_tl.{name}" in overrides, name
+
+
 def test_checkpoint_pages() -> None:
     """The default loader looks its iterator up by name, and that keeps a file mapped until its last tensor."""
     loader = Source("model_executor/model_loader/default_loader.py")
@@ -184,6 +196,10 @@ def test_moe_methods() -> None:
         assert f"{select}(" in method.function(f"{name}.__init__")
         expected = ["self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"]
         assert method.parameters(f"{name}.apply") == expected
+    mxfp4 = Source("model_executor/layers/quantization/mxfp4.py")
+    assert "return GptOssMxfp4MoEMethod(moe)" in mxfp4.function("GptOssMxfp4Config._make_moe_method")
+    assert "select_mxfp4_moe_backend(moe)" in mxfp4.function("GptOssMxfp4MoEMethod.__init__")
+    assert mxfp4.parameters("GptOssMxfp4MoEMethod.apply") == expected
     oracle = Source("model_executor/layers/fused_moe/oracle/int8.py")
     assert "current_platform" not in oracle.function("_get_priority_backends"), "it asks the platform: is that a hook?"
 

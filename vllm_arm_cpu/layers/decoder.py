@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from vllm.config import CompilationMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -559,7 +560,7 @@ def install(model: torch.nn.Module, config: VllmConfig) -> str | None:
         (parent, child)
         for parent in model.modules()
         for child in parent.children()
-        if isinstance(child, torch.nn.ModuleList) and any(hasattr(layer, "self_attn") for layer in child)
+        if isinstance(child, torch.nn.ModuleList) and any(map(_is_decoder_layer, child))
     ]
     if not lists:
         return None
@@ -571,9 +572,7 @@ def install(model: torch.nn.Module, config: VllmConfig) -> str | None:
     fitting, total, calls = 0, 0, 0
     classes: dict[type, type] = {}
     for parent, layers in lists:
-        reasoned = [
-            (layer, everywhere or misfit(layer, dtype, ranks)) for layer in layers if hasattr(layer, "self_attn")
-        ]
+        reasoned = [(layer, everywhere or misfit(layer, dtype, ranks)) for layer in layers if _is_decoder_layer(layer)]
         total += len(reasoned)
         for _, reason in reasoned:
             if reason is not None:
@@ -590,6 +589,14 @@ def install(model: torch.nn.Module, config: VllmConfig) -> str | None:
     if fitting:
         line += f", {calls} call{'s' if calls > 1 else ''} a step"
     return line + "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+
+
+def _is_decoder_layer(layer: torch.nn.Module) -> bool:
+    """Whether a layer attends, or keeps a state, over what came before."""
+    return hasattr(layer, "self_attn") or any(
+        isinstance(module, AttentionLayerBase) and getattr(module, "attn_type", "decoder") == "decoder"
+        for module in layer.modules()
+    )
 
 
 def segments(model: torch.nn.Module) -> list[Segment]:

@@ -81,11 +81,15 @@ class Experts(ABC):
         out = torch.empty_like(rows)
         weights = as_rows(topk_weights.float())
         ids = as_rows(topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32))
-        code = getattr(library.load(), f"VAC_ACTIVATION_{ACTIVATIONS[activation]}")
+        code = self._activation_code(activation)
         for start in range(0, rows.shape[0], MAX_TOKENS):
             part = slice(start, start + MAX_TOKENS)
             self._run(rows[part], weights[part], ids[part], code, out[part])
         return out.view(x.shape)
+
+    def _activation_code(self, activation: MoEActivation) -> int:
+        """The kernels' name of an activation."""
+        return int(getattr(library.load(), f"VAC_ACTIVATION_{ACTIVATIONS[activation]}"))
 
     @abstractmethod
     def _pack(self, target: Any, product: int, *weight: torch.Tensor) -> None: ...
