@@ -22,9 +22,11 @@ group() {
 
 # pytest on Arm, against the installed wheel; the sources come behind it.
 on_arm() {
-    local cpu=()
+    local cpu=() settings=()
     [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu "$1")
-    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE" "${@:2:$#-2}" python3 -m pytest -p no:cacheprovider -m "${MARKED:-not slow}" "${@: -1}"
+    shift
+    while [[ "$1" == *=* ]]; do settings+=("$1"); shift; done
+    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE" "${settings[@]}" python3 -m pytest -p no:cacheprovider -m "${MARKED:-not slow}" "$@"
 }
 # vLLM's own tests of a suite (normal, whole) on Arm, all or those in FILE...; tests/upstream says which and how.
 on_upstream() {
@@ -63,7 +65,11 @@ integration_v2() {
     group integration-v2 2700 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
 }
 integration_n1() {
-    group integration-n1 1500 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 tests/integration/test_generation.py'
+    # Of models and features what takes another path then.
+    group integration-n1 1800 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 \
+        tests/integration/test_generation.py tests/integration/test_features.py::test_speculative_decoding \
+        "tests/integration/test_models.py::test_against_transformers[deepseek-v3]" \
+        "tests/integration/test_models.py::test_against_transformers[qwen3.5]"'
 }
 # vLLM's own tests, on our platform and kernels.
 upstream() {

@@ -11,42 +11,58 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
+from tests.integration.zoo import SIZES
+
+__all__ = ["SIZES", "llama_config_only", "random_model", "save"]
 
 
-def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def random_model(
+    config: PretrainedConfig, seed: int = 0, plus_one: bool = False, head_scale: float = 1.0, router_scale: float = 1.0
+) -> PreTrainedModel:
     """A model in FP32 whose weights are BF16 numbers.
 
-    Biases and norm weights are random, too: initialised to 0 and 1 they would
-    not show when an engine leaves them out. The logits spread over a few
-    units, so that most steps have one clearly likeliest token.
+    Nothing is neutral: biases, norms, sinks and correction terms initialised
+    to 0 or 1 would not show when an engine leaves them out. The logits spread
+    over a few units, so that most steps have one clearly likeliest token.
+
+    Args:
+        plus_one: norms multiply by 1 + weight, as Gemma's.
+        head_scale: of lm_head's weights, for models that divide their logits.
+        router_scale: of routers' weights: the larger, the more seldom rounding changes which experts are chosen.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    # These have experts' weights as [experts, inputs, outputs].
+    inputs_first = type(model).__name__ in ("GptOssForCausalLM", "Llama4ForCausalLM")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *_stored_buffers(model)):
+            last = name.rpartition(".")[2]
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                value = 1 + 0.2 * noise
-            elif name.endswith("bias"):
+            if "norm" in name and last != "bias":
+                # The gated norm of recurrent layers is an ordinary one.
+                value = 0.2 * noise if plus_one and "linear_attn" not in name else 1 + 0.2 * noise
+            elif last == "A_log":
+                value = torch.log(1 + noise.abs())
+            elif last.endswith("bias") or last == "sinks":
                 value = 0.5 * noise
-            elif "embed_tokens" in name or "lm_head" in name:
+            elif "embed_tokens" in name:
                 value = 0.15 * noise
+            elif "lm_head" in name:
+                value = 0.15 * head_scale * noise
+            elif inputs_first and parameter.ndim == 3:
+                value = noise * parameter.shape[-2] ** -0.5
             else:
                 value = noise * parameter.shape[-1] ** -0.5
+            if parameter.ndim == 2 and (".router." in name or name.endswith("mlp.gate.weight")):
+                value = router_scale * value
             parameter.copy_(value.to(torch.bfloat16))
     return model
+
+
+def _stored_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint has, such as what corrects a router's choice."""
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored and buffer.is_floating_point()]
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:
