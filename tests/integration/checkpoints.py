@@ -13,13 +13,21 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from tests.integration.zoo import SIZES
 
-__all__ = ["SIZES", "llama_config_only", "random_model", "save"]
+__all__ = ["SIZES", "llama_config_only", "random_model", "randomize", "save"]
 
 
 def random_model(
     config: PretrainedConfig, seed: int = 0, plus_one: bool = False, head_scale: float = 1.0, router_scale: float = 1.0
 ) -> PreTrainedModel:
-    """A model in FP32 whose weights are BF16 numbers.
+    """A model in FP32 whose weights are BF16 numbers; what is said of :func:`randomize` goes for it."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    return randomize(model, seed, plus_one, head_scale, router_scale)
+
+
+def randomize(
+    model: PreTrainedModel, seed: int = 0, plus_one: bool = False, head_scale: float = 1.0, router_scale: float = 1.0
+) -> PreTrainedModel:
+    """Fill a model in FP32 with BF16 numbers.
 
     Nothing is neutral: biases, norms, sinks and correction terms initialised
     to 0 or 1 would not show when an engine leaves them out. The logits spread
@@ -31,7 +39,6 @@ def random_model(
         router_scale: of routers' weights: the larger, the more seldom rounding changes which experts are chosen.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     # These have experts' weights as [experts, inputs, outputs].
     inputs_first = type(model).__name__ in ("GptOssForCausalLM", "Llama4ForCausalLM")
     with torch.no_grad():

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 
-def register() -> None:
-    """Replace vLLM's layer classes by ours; calling it again changes nothing."""
-    from vllm_arm_cpu.layers import activation, embedding, moe, norm, recurrent, rotary
+def register(with_states: bool = False) -> None:
+    """Replace vLLM's layer classes by ours; calling it again changes nothing.
 
-    for module in (activation, embedding, moe, norm, recurrent, rotary):
+    Args:
+        with_states: the model has recurrent layers, whose modules take a while to import.
+    """
+    from vllm_arm_cpu.layers import activation, embedding, moe, norm, rotary
+
+    for module in (activation, embedding, moe, norm, rotary):
         module.register()
+    if with_states:
+        from vllm_arm_cpu.layers import recurrent
+
+        recurrent.register()

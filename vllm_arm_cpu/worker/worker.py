@@ -62,7 +62,8 @@ class ArmCpuWorker(CPUWorker):
         **kwargs: Any,
     ) -> None:
         # Before the model is built, in the process that builds it.
-        layers.register()
+        model_config = vllm_config.model_config
+        layers.register(with_states=model_config.is_hybrid or model_config.is_attention_free)
         quantization.register()
         compat.apply()
         # A rank of several was told by the executor: its own affinity mask shows its cores only.
