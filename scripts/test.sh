@@ -51,11 +51,11 @@ export HOST_ARCH INSIDE TOOLS VENV BUILD
 [ "$VLLM_FROM" = wheel ] && UPSTREAM_OPS=1 || UPSTREAM_OPS=0
 export UPSTREAM_OPS
 
-unit() { group unit 300 "$TOOLS/bin/python" -m pytest -p no:cacheprovider tests/unit; }
+unit() { group unit 600 "$TOOLS/bin/python" -m pytest -p no:cacheprovider tests/unit; }
 # What only Arm code shows; and only its emulator: CPUs that are too old, instructions as they are executed.
 emulation() {
     [ "$HOST_ARCH" = aarch64 ] || group emulation 600 "$TOOLS/bin/python" -m pytest -p no:cacheprovider tests/emulation
-    group unit-on-arm 300 bash -c 'on_arm neoverse-v2 tests/unit'
+    group unit-on-arm 600 bash -c 'on_arm neoverse-v2 tests/unit'
 }
 kernels_v2() { group kernels-v2 1200 bash -c 'on_arm neoverse-v2 tests/kernels'; }
 kernels_n1() { group kernels-n1 1200 bash -c 'on_arm neoverse-n1 tests/kernels'; }
