@@ -6,6 +6,7 @@ them are right for us.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
@@ -101,10 +102,13 @@ class ArmCpuPlatform(CpuPlatform):
         # Settings that cannot be used must end here, not in a worker minutes later.
         for error in envs.errors():
             raise error
-        frontend.leave()
         parallel_config = vllm_config.parallel_config
-        plan.remember_engines(parallel_config)
-        plan.plan_engine(parallel_config, topology.read())
+        # vLLM comes here again in an engine's process, once its threads are bound to CPUs: the machine cannot be
+        # planned from there.
+        if multiprocessing.parent_process() is None:
+            frontend.leave()
+            plan.remember_engines(parallel_config)
+            plan.plan_engine(parallel_config, topology.read())
         cache_config = vllm_config.cache_config
         if cache_config.kv_offloading_size is not None:
             raise ValueError(
