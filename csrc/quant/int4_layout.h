@@ -184,7 +184,7 @@ inline size_t wide_steps(size_t group_steps) {
 }
 
 // Rows that are split into digits (int4_digits.h): of BF16 where there is BFMMLA, and elsewhere, in 512 KiB at most.
-constexpr size_t kDigitRowsOfBf16 = 4, kMostDigitRows = 16;
+constexpr size_t kDigitRowsOfBf16 = 8, kMostDigitRows = 16;
 inline size_t digit_rows_of(size_t k) { return min_size(max_size((512 << 10) / (3 * (k + 1)), 1), kMostDigitRows); }
 
 // Workspace of a thread: packed lhs, or its digits | a widened panel | partial sums.

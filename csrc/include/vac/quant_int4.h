@@ -132,7 +132,7 @@ void vac_int4_w4a8_quantize(const void *args /* vac_int4_gemm_args */, uint32_t 
 void vac_int4_w4a8(const void *args /* vac_int4_gemm_args */, uint32_t thread_index, uint32_t thread_count);
 
 /* Kernel. Many rows: BF16 lhs under bf16_i8mm by BFMMLA on the integers, scales applied to the FP32 sums of a group;
- * else the weight is dequantized to FP32. Few rows (of BF16 under bf16_i8mm up to 4; else of 16 bits up to 16, less
+ * else the weight is dequantized to FP32. Few rows (of BF16 under bf16_i8mm up to 8; else of 16 bits up to 16, less
  * where K is beyond 10922): each activation is split into three digits of 8 bits, which integer products take as they
  * are. Its value is exact down to 2^-14 of its row's largest (FP16: 2^-11) and else off by 2^-22 of that at most, as an
  * FP32 sum is; below 2^-126 it counts as zero. There a row with a NaN or an infinity gives NaN everywhere. Needs no
