@@ -186,12 +186,15 @@ def test_moe_methods() -> None:
     """The classes for experts are imported when a layer is made, and choose their kernel among vLLM's own."""
     folder = "model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe"
     choose = Source(f"{folder}/compressed_tensors_moe.py").function("CompressedTensorsMoEMethod.get_moe_method")
-    for scheme, name, select in (
-        ("w8a8", "CompressedTensorsW8A8Int8MoEMethod", "select_int8_moe_backend"),
-        ("w4a8", "CompressedTensorsW4A8Int8MoEMethod", "select_w4a8_int8_moe_backend"),
+    for scheme, select in (
+        ("W8A8Int8", "select_int8_moe_backend"),
+        ("W4A8Int8", "select_w4a8_int8_moe_backend"),
+        ("WNA16", "select_wna16_moe_backend"),
     ):
-        module = f"compressed_tensors_moe_{scheme}_int8"
-        assert re.search(rf"from \.{module} import {name}\s+return {name}\(", choose)
+        name = f"CompressedTensors{scheme}MoEMethod"
+        module = f"compressed_tensors_moe_{scheme.lower().replace('a8int8', 'a8_int8')}"
+        assert re.search(rf"from \.{module} import \(?\s*{name}\b", choose)
+        assert f"return {name}(" in choose
         method = Source(f"{folder}/{module}.py")
         assert f"{select}(" in method.function(f"{name}.__init__")
         expected = ["self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"]

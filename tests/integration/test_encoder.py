@@ -69,9 +69,7 @@ def test_against_transformers(name: str, dtype: str, limit: float, tmp_path: Pat
     with engine(tmp_path / name, dtype=dtype, runner="pooling", pooler_config=pooler) as llm:
         context = worker(llm).model_runner.compilation_config.static_forward_context
         assert {type(layer.impl).__name__ for layer in context.values()} == {"ArmAttentionImpl"}
-        outputs = llm.encode(
-            [{"prompt_token_ids": ids} for ids in prompts], pooling_task="token_embed", use_tqdm=False
-        )
+        outputs = llm.encode([{"prompt_token_ids": ids} for ids in prompts], pooling_task="token_embed", use_tqdm=False)
     for ids, output, hidden in zip(prompts, outputs, expected, strict=True):
         got = output.outputs.data.float()
         assert got.shape == hidden.shape

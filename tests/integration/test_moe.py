@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,16 @@ CONFIG = Qwen3MoeConfig(
 )
 
 
-def some_experts(kind: str, biases: Any) -> tuple[Experts, list[tuple[torch.Tensor, torch.Tensor]]]:
+def some_experts(
+    kind: str, biases: Any, zero_points: bool = False
+) -> tuple[Experts, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Experts with random weights, and the weights FP64 of both products that they stand for."""
     generator = torch.Generator().manual_seed(0)
     count, hidden, intermediate = SIZE.values()
     if kind == "int8":
         experts: Experts = Int8Experts(count, hidden, intermediate, biases)
     else:
-        experts = Int4Experts(count, hidden, intermediate, 32, torch.bfloat16, biases)
+        experts = Int4Experts(count, hidden, intermediate, 32, torch.bfloat16, biases, zero_points)
     exact = []
     for expert in range(count):
         weights = []
@@ -51,8 +54,12 @@ def some_experts(kind: str, biases: Any) -> tuple[Experts, list[tuple[torch.Tens
             else:
                 values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
                 scales = ((torch.rand(n, k // 32, generator=generator) + 0.5) / 100).to(torch.bfloat16)
-            experts.load(expert, product, values, scales)
-            weights.append(values.double() * scales.double().repeat_interleave(k // scales.shape[1], 1))
+            zeros = torch.zeros(scales.shape, dtype=torch.int8)
+            if zero_points:
+                zeros = torch.randint(-8, 8, scales.shape, generator=generator, dtype=torch.int8)
+            experts.load(expert, product, values, scales, *([zeros] if zero_points else []))
+            zeros, repeated = (part.double().repeat_interleave(k // part.shape[1], 1) for part in (zeros, scales))
+            weights.append((values.double() - zeros) * repeated)
         exact.append((weights[0], weights[1]))
     return experts, exact
 
@@ -83,8 +90,10 @@ def reference(
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "w4a8", "w4a16"])
-def test_experts(kind: str, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind,zero_points", [("int8", False)] + [(k, z) for k in ("w4a8", "w4a16") for z in (False, True)]
+)
+def test_experts(kind: str, zero_points: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens and many, in pieces, all experts or one; inputs with gaps."""
     monkeypatch.setenv("VAC_INT4", "w4a16" if kind == "w4a16" else "w4a8")
     monkeypatch.setattr(moe, "MAX_TOKENS", 16)
@@ -93,7 +102,7 @@ def test_experts(kind: str, with_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
     biases: Any = (None, None)
     if with_bias:
         biases = tuple(torch.randn(count, n, generator=generator) for n in (2 * intermediate, hidden))
-    experts, exact = some_experts(kind, biases)
+    experts, exact = some_experts(kind, biases, zero_points)
     rounding = "none" if kind == "w4a16" else "symmetric"
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens, top_k in ((1, 2), (3, 8), (37, 3)):
@@ -143,8 +152,39 @@ def experts_of(llm: LLM) -> dict[str, Any]:
     return {name: made for name, made in found.items() if isinstance(made, Experts)}
 
 
-@pytest.mark.parametrize("scheme,kind", [("w8a8", Int8Experts), ("w4a8-group32", Int4Experts)])
-def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_are_refused() -> None:
+    """Nothing is read or written behind an expert's weight."""
+    experts = Int4Experts(2, 64, 64, 32, torch.bfloat16)
+    scales = torch.ones(128, 2)
+    for values, zeros in (
+        (torch.zeros(64, 64, dtype=torch.int8), None),
+        (torch.zeros(128, 32, dtype=torch.int8), None),
+        (torch.zeros(128, 64, dtype=torch.int8), torch.zeros(128, 2, dtype=torch.int8)),
+    ):
+        with pytest.raises(ValueError, match=r"weight \[128, 64\] cannot"):
+            experts.load(0, 0, values, scales, zeros)
+    with pytest.raises(ValueError, match=r"weight \[128, 64\] cannot have parts"):
+        experts.load(0, 0, torch.zeros(128, 64, dtype=torch.int8), scales[:, :1])
+
+
+W4A16 = {"VAC_INT4": "w4a16"}
+CASES: list[tuple[str, dict[str, str], type]] = [
+    ("w8a8", {}, Int8Experts),
+    ("w4a8-group32", {}, Int4Experts),
+    ("w4a8-packed-channel", {}, Int4Experts),
+    ("w4a16-group64", W4A16, Int4Experts),
+    ("w4a16-asymmetric-group32", {}, Int4Experts),
+    ("gptq-group32", {}, Int4Experts),
+    ("gptq-asymmetric-group128", W4A16, Int4Experts),
+    ("awq-group64", {}, Int4Experts),
+]
+"""A kind of checkpoint, settings, and the class of its experts."""
+
+
+@pytest.mark.parametrize("scheme,environ,kind", CASES)
+def test_qwen3(
+    scheme: str, environ: dict[str, str], kind: type, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
     """The experts' weights are the checkpoint's, and tokens as likely as they are in FP32 with these weights."""
     source, original = qwen3
     directory = make(scheme, tmp_path / scheme, source)
@@ -152,9 +192,12 @@ def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp
     assert len(weights) == 2 * (4 + 3 * 8), "every expert is quantized, the router is not"
     prompt = torch.randint(2, 512, (48,), generator=torch.Generator().manual_seed(0)).tolist()
     settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_batched_tokens": 64}
-    with engine(directory, {"VAC_INT4_KERNEL": "vac"}, **settings) as llm:
+    rounding = "none" if environ == W4A16 else "symmetric"
+    with engine(directory, {"VAC_INT4_KERNEL": "vac"} | environ, **settings) as llm:
         found = experts_of(llm)
         assert {type(experts) for experts in found.values()} == {kind} and len(found) == 2
+        parameters = worker(llm).model_runner.get_model().named_parameters()
+        assert not [name for name, parameter in parameters if "experts" in name and parameter.numel() > 8 * 512]
         name, experts = next(iter(found.items()))
         prefix = name.removesuffix(".routed_experts")
         exact = [
@@ -167,7 +210,8 @@ def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp
         x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
         ids = torch.tensor([[0, 7], [1, 2], [3, 4], [5, 6], [7, 1]])
         got = experts(x, torch.ones(5, 2), ids, MoEActivation.SILU)
-        expected = reference(x, torch.ones(5, 2), ids, exact, (None, None), "symmetric")
+        expected = reference(x, torch.ones(5, 2), ids, exact, (None, None), rounding)
+        # vLLM rounds GPTQ's and AWQ's FP16 scales to the model's BF16: 2^-9 at most of each.
         assert (got - expected).square().mean() < 1e-4 * expected.square().mean()
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -182,6 +226,35 @@ def test_qwen3(scheme: str, kind: type, qwen3: tuple[Path, PreTrainedModel], tmp
     # Each of some ten products in a row adds about 1 % by rounding its activations: 3 % of logits that spread over a
     # few units. Where a token goes to another expert after all much changes, hence the median.
     assert median < 0.1
+
+
+@pytest.mark.parametrize(
+    "quantization,message",
+    [
+        ({"quant_method": "gptq", "sym": True, "group_size": 16}, r"groups of 16 are no multiple of 32"),
+        ({"quant_method": "gptq", "sym": True, "bits": 8}, r"weights are of 8 bits, not of 4"),
+        ({"quant_method": "awq", "zero_point": True, "group_size": 96}, r"groups of 96 do not divide 256 and 128"),
+        ({"quant_method": "awq", "zero_point": True, "group_size": -1}, r"one scale per row is not supported"),
+        (
+            {"quant_method": "gptq", "sym": True, "desc_act": True},
+            r"desc_act=true with groups of 32.* Use a checkpoint",
+        ),
+    ],
+)
+def test_what_is_refused(quantization: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Before a weight is read, with the experts' name; attention and router are not quantized."""
+    config = CONFIG.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    config["quantization_config"] = {
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "dynamic": {r"-:.*(self_attn|mlp\.gate$)": {}},
+        "modules_to_not_convert": ["self_attn", "mlp.gate"],
+    } | quantization
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = r"model\.layers\.0\.mlp\.experts.*" + message
+    with pytest.raises(ValueError, match=message), engine(tmp_path, skip_tokenizer_init=True):
+        pass
 
 
 def with_weights(model: PreTrainedModel, weights: dict[str, np.ndarray]) -> PreTrainedModel:

@@ -535,7 +535,11 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"desc_act": True}, r"desc_act=True"),
+        ({"desc_act": True}, r"layer model\.layers\.0\.self_attn\.qkv_proj .* desc_act=true with groups of 128.* Use"),
+        (
+            {"dynamic": {r"+:.*\.1\..*down_proj": {"desc_act": True, "group_size": 64}}},
+            r"layer model\.layers\.1\.mlp\.down_proj .* desc_act=true with groups of 64",
+        ),
         ({"bits": 3}, r"bits=3, sym=True"),
         ({"bits": 8}, r"weights are uint8b128, not of 4 bits"),
         ({"group_size": 16}, r"groups of 16 are no multiple of 32 up to 2048"),

@@ -2,7 +2,7 @@
 
 vLLM keeps lists of kernels for quantized linear layers and takes the first that
 can run a layer; ours go in front. Formats that vLLM refuses, or converts
-wastefully, come through ``gptq.py`` and ``compat/awq_layout.py``.
+wastefully, come through ``gptq.py``, ``awq.py`` and ``compat/awq_layout.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def register() -> None:
 
 def register_configs() -> None:
     """Register the quantization methods that vLLM asks for while it reads a model's configuration."""
-    from vllm_arm_cpu.quantization import gptq
+    from vllm_arm_cpu.quantization import awq, gptq
 
-    gptq.register()
+    for module in (gptq, awq):
+        module.register()

@@ -1,5 +1,7 @@
 """Experts with 8- and 4-bit weights: one parallel region from the sorted rows to the summed outputs.
 
+The classes here hold and run them, and load those of 8 bits; ``moe_int4.py`` loads those of 4.
+
 vLLM's router says which experts take each token; here the rows are sorted by
 expert, rounded once, multiplied by all experts' weights in two grouped
 products with the gated activation between them, and added up by token.
@@ -16,18 +18,15 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w4a8_int8 as upstream_w4a8,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_int8 as upstream_w8a8,
 )
 
 from vllm_arm_cpu import envs
-from vllm_arm_cpu.layers import linear
 from vllm_arm_cpu.layers.linear_tuner import Choice, Shape
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, ffi, pointer, scratch
-from vllm_arm_cpu.quantization.packed import assign
+from vllm_arm_cpu.quantization.packed import assign, release
+from vllm_arm_cpu.quantization.w4a8 import Int4Weight, pack_weight
 from vllm_arm_cpu.runtime import memory
 
 MAX_TOKENS = 1024
@@ -68,8 +67,8 @@ class Experts(ABC):
         self._threads = library.load().vac_max_threads()
         self._starts = torch.empty(num_experts + 1, dtype=torch.int32)
 
-    def load(self, expert: int, product: int, *weight: torch.Tensor) -> None:
-        """Pack one expert's weight of the first (0) or second (1) product."""
+    def load(self, expert: int, product: int, *weight: torch.Tensor | None) -> None:
+        """Pack one expert's weight of the first (0) or second (1) product; of what parts, the subclass says."""
         target = pointer(self.packed[product])
         self._pack(ffi.cast("char *", target) + expert * self.sizes[product], product, *weight)
 
@@ -92,7 +91,7 @@ class Experts(ABC):
         return int(getattr(library.load(), f"VAC_ACTIVATION_{ACTIVATIONS[activation]}"))
 
     @abstractmethod
-    def _pack(self, target: Any, product: int, *weight: torch.Tensor) -> None: ...
+    def _pack(self, target: Any, product: int, *weight: Any) -> None: ...
 
     @abstractmethod
     def _run(
@@ -135,7 +134,7 @@ class _Buffers:
 
 
 class Int8Experts(Experts):
-    """Experts with INT8 weights, a scale per output channel; activations are rounded per token."""
+    """Experts with INT8 weights [N, K], a scale per output channel; activations are rounded per token."""
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int, biases: Any = (None, None)) -> None:
         lib = library.load()
@@ -168,7 +167,7 @@ class Int8Experts(Experts):
             if bias is not None:
                 args.bias, args.bias_dtype, args.bias_stride = pointer(bias), DTYPES[bias.dtype], bias.stride(0)
 
-    def _pack(self, target: Any, product: int, *weight: torch.Tensor) -> None:
+    def _pack(self, target: Any, product: int, *weight: Any) -> None:
         values, scales = weight[0], weight[1].float().contiguous()
         pack = Call(("vac_int8_gemm_rhs_pack", "vac_int8_gemm_rhs_pack_args"))
         args = pack.args[0]
@@ -210,9 +209,12 @@ class Int8Experts(Experts):
 class Int4Experts(Experts):
     """Experts with 4-bit weights, a scale per output channel or group; W4A8 or W4A16.
 
+    A weight is loaded by its values, scales and zero points, as in ``Int4Weight``.
+
     Args:
         group: of columns that share a scale; 0 for all.
         scale_dtype: of the scales.
+        zero_points: whether there are any.
     """
 
     def __init__(
@@ -223,14 +225,15 @@ class Int4Experts(Experts):
         group: int,
         scale_dtype: torch.dtype,
         biases: Any = (None, None),
+        zero_points: bool = False,
     ) -> None:
         lib = library.load()
-        shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+        self.shapes = shapes = ((2 * intermediate, hidden), (hidden, intermediate))
         # A group as long as a row is a row, whose products may be of different lengths.
         self.groups = tuple(0 if group == 0 or group >= k else group for _, k in shapes)
-        self.scale_dtype = scale_dtype
+        self.scale_dtype, self.zero_points = scale_dtype, zero_points
         sizes = tuple(
-            lib.vac_int4_rhs_packed_size(DTYPES[scale_dtype], n, k, self.groups[i], 0)
+            lib.vac_int4_rhs_packed_size(DTYPES[scale_dtype], n, k, self.groups[i], zero_points)
             for i, (n, k) in enumerate(shapes)
         )
         if 0 in sizes:
@@ -264,6 +267,7 @@ class Int4Experts(Experts):
         for product, args in enumerate((first, second)):
             args.n, args.k = shapes[product]
             args.group, args.scale_dtype = self.groups[product], DTYPES[scale_dtype]
+            args.has_zero_points = zero_points
             args.lhs_quantized, args.num_experts = 1, num_experts
             args.rhs, args.rhs_expert_stride = pointer(self.packed[product]), self.sizes[product]
             args.expert_start = _int32(self._starts)
@@ -274,17 +278,13 @@ class Int4Experts(Experts):
         silu.d, silu.x_token_stride, silu.out_token_stride = intermediate, 2 * intermediate, intermediate
         first.lhs_stride, second.lhs_stride = hidden, intermediate
 
-    def _pack(self, target: Any, product: int, *weight: torch.Tensor) -> None:
-        lib = library.load()
-        values, scales = weight[0], weight[1].to(self.scale_dtype).contiguous()
-        pack = Call(("vac_int4_rhs_pack", "vac_int4_rhs_pack_args"))
-        args = pack.args[0]
-        args.format, args.scale_dtype = lib.VAC_INT4_S8, DTYPES[self.scale_dtype]
-        args.n, args.k = values.shape
-        args.group = self.groups[product]
-        args.rhs, args.rhs_stride = pointer(values), values.stride(0)
-        args.scales, args.scale_stride, args.packed = pointer(scales), scales.stride(0), target
-        pack.run()
+    def _pack(self, target: Any, product: int, *weight: Any) -> None:
+        values, scales, *rest = weight
+        (n, k), zero_points = self.shapes[product], rest[0] if rest else None
+        if values.shape[0] != n or (zero_points is not None) != self.zero_points:
+            raise ValueError(f"an expert's weight [{n}, {k}] cannot be one of {values.shape[0]} rows")
+        scales = scales.to(self.scale_dtype).contiguous()
+        pack_weight(Int4Weight(values, scales, zero_points, k, self.groups[product]), target)
 
     def _run(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: int, out: torch.Tensor
@@ -314,8 +314,14 @@ class Int4Experts(Experts):
         self._call.run()
 
 
-class _ArmMoEMethod(FusedMoEMethodBase):
-    """What both methods share; mixed into vLLM's methods of the two schemes, whose parameters they load."""
+class ArmMoEMethod(FusedMoEMethodBase):
+    """What all methods share; mixed into vLLM's methods of the formats, whose parameters they load.
+
+    Attributes:
+        PARTS: names of an expert's parameters behind ``w13_`` and ``w2_``, its values first; released once packed.
+    """
+
+    PARTS: tuple[str, ...] = ("weight", "weight_scale")
 
     def _check(self, moe: FusedMoEConfig, layer_name: str | None) -> None:
         """Say what is not supported before weights are read."""
@@ -359,22 +365,30 @@ class _ArmMoEMethod(FusedMoEMethodBase):
         """Pack every expert into ``layer.cpu_linear``, a new one of ``make(E, H, I, biases=...)`` or that of before."""
         if getattr(layer, "swiglu_limit", None) is not None:
             raise ValueError(f"the quantized experts of {layer.layer_name} clamp their gates, which is not supported")
-        first, second = layer.w13_weight, layer.w2_weight
-        num_experts, hidden, intermediate = second.shape
-        biases = tuple(getattr(layer, name, None) for name in ("w13_bias", "w2_bias"))
+        num_experts = getattr(layer, f"w2_{self.PARTS[0]}").shape[0]
+        hidden, intermediate = self.moe.hidden_dim, self.moe.intermediate_size_per_partition
         made = layer.__dict__.get("cpu_linear")
         if not isinstance(made, Experts):
-            data = tuple(None if bias is None else bias.data for bias in biases)
-            made = make(num_experts, hidden, intermediate, biases=data)
+            made = make(num_experts, hidden, intermediate, biases=self._biases(layer))
         for expert in range(num_experts):
-            made.load(expert, 0, first.data[expert], layer.w13_weight_scale.data[expert].view(2 * intermediate, -1))
-            made.load(expert, 1, second.data[expert], layer.w2_weight_scale.data[expert].view(hidden, -1))
+            for product, name in enumerate(("w13", "w2")):
+                made.load(expert, product, *self._weight(layer, name, expert))
         assign(layer, made, Shape(f"{kind}, {num_experts} experts", 2 * intermediate, hidden), ONLY)
-        for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
-            linear.release(getattr(layer, name), getattr(layer, "layer_name", "") or type(layer).__name__)
+        for name in ("w13", "w2"):
+            release(layer, *(f"{name}_{part}" for part in self.PARTS))
+
+    def _weight(self, layer: torch.nn.Module, name: str, expert: int) -> tuple[torch.Tensor | None, ...]:
+        """The parts of an expert's weight ``w13`` or ``w2`` that ``Experts.load`` takes."""
+        values, scales = (getattr(layer, f"{name}_{part}").data[expert] for part in self.PARTS)
+        return values, scales.view(values.shape[0], -1)
+
+    def _biases(self, layer: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
+        """Biases of both products, or None."""
+        biases = (getattr(layer, name, None) for name in ("w13_bias", "w2_bias"))
+        return tuple(None if bias is None else bias.data for bias in biases)
 
 
-class ArmW8A8MoEMethod(_ArmMoEMethod, upstream_w8a8.CompressedTensorsW8A8Int8MoEMethod):
+class ArmW8A8MoEMethod(ArmMoEMethod, upstream_w8a8.CompressedTensorsW8A8Int8MoEMethod):
     """compressed-tensors' W8A8 experts on our kernels."""
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
@@ -390,30 +404,3 @@ class ArmW8A8MoEMethod(_ArmMoEMethod, upstream_w8a8.CompressedTensorsW8A8Int8MoE
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weights, release the parameters; or pack again what a reload brought."""
         self._pack(layer, Int8Experts, "int8")
-
-
-class ArmW4A8MoEMethod(_ArmMoEMethod, upstream_w4a8.CompressedTensorsW4A8Int8MoEMethod):
-    """compressed-tensors' W4A8 experts on our kernels."""
-
-    def __init__(self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
-        FusedMoEMethodBase.__init__(self, moe)
-        self._check(moe, layer_name)
-        self.weight_quant, self.input_quant, self.static_input_scales = weight_quant, input_quant, False
-        self.has_bias = moe.has_bias
-        self.group_size = -1 if weight_quant.group_size is None else weight_quant.group_size
-        sizes = (moe.hidden_dim, moe.intermediate_size_per_partition)
-        if self.group_size != -1 and (self.group_size % 32 != 0 or any(k % self.group_size != 0 for k in sizes)):
-            raise ValueError(
-                f"the int4 experts of {layer_name or 'the model'}: groups of {self.group_size} are no multiple of 32 "
-                f"that divides {sizes[0]} and {sizes[1]}"
-            )
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weights, release the parameters; or pack again what a reload brought."""
-        group = 0 if self.group_size == -1 else self.group_size
-        scale_dtype = layer.w13_weight_scale.dtype
-
-        def make(num_experts: int, hidden: int, intermediate: int, biases: Any) -> Experts:
-            return Int4Experts(num_experts, hidden, intermediate, group, scale_dtype, biases)
-
-        self._pack(layer, make, f"int4 {f'group {group}' if group else 'channel'}")

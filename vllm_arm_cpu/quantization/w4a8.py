@@ -68,6 +68,36 @@ class Int4Weight:
         return f"int4 {group}{'' if self.zero_points is None else ' zero points'}"
 
 
+def pack_weight(weight: Int4Weight, packed: Any) -> None:
+    """Write a weight in our kernels' layout to ``vac_int4_rhs_packed_size`` bytes.
+
+    Raises:
+        ValueError: its parts are not what ``Int4Weight`` says they are.
+    """
+    lib = library.load()
+    values, scales, zero_points = weight.values, weight.scales, weight.zero_points
+    groups = -(-weight.k // weight.group) if weight.group else 1
+    width = weight.k if values.dtype == torch.int8 else -(-weight.k // 2)
+    fits = values.shape[1] == width and scales.shape == (weight.n, groups)
+    if not fits or (zero_points is not None and zero_points.shape != scales.shape):
+        shapes = [list(part.shape) for part in (values, scales, zero_points) if part is not None]
+        raise ValueError(f"an {weight.kind} weight [{weight.n}, {weight.k}] cannot have parts {shapes}")
+    pack = Call(("vac_int4_rhs_pack", "vac_int4_rhs_pack_args"))
+    args = pack.args[0]
+    args.format = lib.VAC_INT4_S8 if values.dtype == torch.int8 else lib.VAC_INT4_NIBBLES
+    args.scale_dtype = DTYPES[scales.dtype]
+    args.n, args.k, args.group = weight.n, weight.k, weight.group
+    args.rhs, args.rhs_stride = pointer(values), values.stride(0)
+    args.scales, args.scale_stride = pointer(scales), scales.stride(0)
+    if zero_points is not None:
+        args.zero_points = library.ffi.cast("int8_t *", zero_points.data_ptr())
+        args.zero_point_stride = zero_points.stride(0)
+    args.packed = packed
+    if lib.vac_int4_rhs_pack_check(args) != lib.VAC_OK:
+        raise ValueError(f"the packing kernel refuses an {weight.kind} weight [{weight.n}, {weight.k}]")
+    pack.run()
+
+
 class Int4Linear(QuantizedLinear):
     """A 4-bit weight in the layout of our kernels.
 
@@ -110,21 +140,7 @@ class Int4Linear(QuantizedLinear):
         theirs = (weight.n, weight.k, weight.group, weight.scales.dtype, weight.zero_points is not None)
         if mine != theirs:
             raise ValueError(f"an int4 weight {mine} cannot be replaced by {theirs}")
-        lib = library.load()
-        pack = Call(("vac_int4_rhs_pack", "vac_int4_rhs_pack_args"))
-        args = pack.args[0]
-        args.format = lib.VAC_INT4_S8 if weight.values.dtype == torch.int8 else lib.VAC_INT4_NIBBLES
-        args.scale_dtype = DTYPES[weight.scales.dtype]
-        args.n, args.k, args.group = self.n, self.k, self.group
-        args.rhs, args.rhs_stride = pointer(weight.values), weight.values.stride(0)
-        args.scales, args.scale_stride = pointer(weight.scales), weight.scales.stride(0)
-        if weight.zero_points is not None:
-            args.zero_points = library.ffi.cast("int8_t *", weight.zero_points.data_ptr())
-            args.zero_point_stride = weight.zero_points.stride(0)
-        args.packed = pointer(self.packed)
-        if lib.vac_int4_rhs_pack_check(args) != lib.VAC_OK:
-            raise ValueError(f"the packing kernel refuses an int4 weight {theirs}")
-        pack.run()
+        pack_weight(weight, pointer(self.packed))
 
     def dequantize(self) -> torch.Tensor:
         """The weight FP32 [N, K], as the kernels have it."""

@@ -147,8 +147,11 @@ class ArmCpuWorker(CPUWorker):
         """End the worker; the thread that ran it may use all of its CPUs again.
 
         An engine inside the user's own process must not leave it bound: the
-        next one would find no other CPUs.
+        next one would find no other CPUs. A rank's process ends and its memory
+        with it: it does not give back piece by piece, which takes seconds.
         """
+        if numa.inherited() is not None:
+            self.model_runner = None
         super().shutdown()
         os.sched_setaffinity(0, self._affinity)
 
