@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.model_executor import parameter
 from vllm.model_executor.kernels import linear as vllm_kernels
@@ -113,10 +113,11 @@ class Reference:
 
     Args:
         rounding: of activations, see ``rounded``.
+        model: what the checkpoint was made of, changed here; None for the embedded one.
     """
 
-    def __init__(self, directory: Path, rounding: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    def __init__(self, directory: Path, rounding: str, model: Any = None) -> None:
+        self.model = model or AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
         parts = layers(directory)
         for layer, weight in dequantized(directory).items():
             module = self.model.get_submodule(layer)
@@ -158,10 +159,10 @@ def rounded(x: torch.Tensor, rounding: str, parts: dict[str, torch.Tensor]) -> t
     return ((x / scale + zero).round().clamp(-128, 127) - zero) * scale
 
 
-def check_layers(llm: LLM, directory: Path, kind: type, rounding: str) -> None:
+def check_layers(llm: LLM, directory: Path, kind: type, rounding: str, blocks: int = 4) -> None:
     """Every linear layer is of our class, holds its weight only there, and computes what the formula says."""
     made = linears(llm)
-    assert len(made) == 4 * 4
+    assert len(made) == 4 * blocks
     assert {type(linear) for linear in made.values()} == {kind}
     assert not [name for name, p in model_of(llm).named_parameters() if "_proj." in name and p.numel() > 2]
     weights, parts = dequantized(directory), layers(directory)
@@ -193,6 +194,36 @@ def test_scheme(
     likely = Reference(directory, rounding).logprobs([*prompt, *tokens])[len(prompt) - 1 : -1]
     behind = likely.amax(-1) - likely[range(len(tokens)), tokens]
     assert behind.max() < 0.25, "a token that the reference finds unlikely was chosen"
+
+
+@pytest.mark.parametrize(
+    "name,environ,rounding",
+    [("w4a8", OURS, "symmetric"), ("w4a16", W4A16, "none"), ("w4a16-asymmetric", {}, "symmetric")],
+)
+def test_llmcompressor(name: str, environ: dict[str, str], rounding: str) -> None:
+    """Checkpoints that LLM Compressor wrote (its script is in scripts/) are what their format's formula says."""
+    directory = ROOT / "tests" / "data" / "llmcompressor" / name
+    config = AutoConfig.from_pretrained(directory)
+    assert config.quantization_config.pop("quant_method") == "compressed-tensors"
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain = {
+        key: value.float() for key, value in load_file(directory / "model.safetensors").items() if "_proj" not in key
+    }
+    assert not model.load_state_dict(plain, strict=False).unexpected_keys
+    prompt = torch.randint(2, 128, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    with small_engine(directory, environ, skip_tokenizer_init=True, max_model_len=128) as llm:
+        check_layers(llm, directory, Int4Linear, rounding, blocks=1)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        got = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    expected = Reference(directory, rounding, model).logprobs(prompt)[range(63), prompt[1:]]
+    difference = (torch.tensor(got) - expected).abs()
+    print(
+        f"{name}: logprobs differ by {float(difference.mean()):.4f} on average, {float(difference.max()):.4f} at most"
+    )
+    # BF16 between the layers: a few times 2^-9 of logits of a few units.
+    assert difference.max() < 0.1 and difference.mean() < 0.02
 
 
 @pytest.mark.slow
