@@ -150,8 +150,8 @@ class ArmCpuWorker(CPUWorker):
         next one would find no other CPUs. A rank's process ends and its memory
         with it: it does not give back piece by piece, which takes seconds.
         """
-        if numa.inherited() is not None:
-            self.model_runner = None
+        if numa.inherited() is not None and hasattr(self, "model_runner"):
+            del self.model_runner
         super().shutdown()
         os.sched_setaffinity(0, self._affinity)
 
