@@ -14,7 +14,7 @@ import platform as host  # not `platform`: our module of that name becomes an at
 import sys
 from importlib import metadata
 
-TESTED_VLLM = ((0, 32), (0, 33))
+TESTED_VLLM = ((0, 32), (0, 34))
 """Versions of vLLM this package is tested with: from the first, below the second."""
 
 PLUGIN_NAME = "arm_cpu"

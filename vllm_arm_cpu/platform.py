@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_arm_cpu import envs
+from vllm_arm_cpu.attention import DEFAULT_BLOCK_SIZE
 from vllm_arm_cpu.executor import plan
 from vllm_arm_cpu.runtime import frontend, numa, preload, topology
 
@@ -27,11 +28,6 @@ logger = init_logger("vllm.arm_cpu.platform")
 
 WORKER_CLASS = "vllm_arm_cpu.worker.worker.ArmCpuWorker"
 ATTENTION_BACKEND = "vllm_arm_cpu.attention.backend.ArmAttentionBackend"
-
-DEFAULT_BLOCK_SIZE = 16
-"""Tokens per KV cache block unless ``--block-size`` is given: the smaller the
-block, the more of a shared prefix is found in the cache, and the kernel reads
-blocks of 16 as fast as larger ones."""
 
 
 def upstream_ops_available() -> bool:

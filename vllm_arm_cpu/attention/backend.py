@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, KVCacheLayout, KVQuantMode
 
+from vllm_arm_cpu.attention import DEFAULT_BLOCK_SIZE
 from vllm_arm_cpu.attention import kv_cache as cache
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, KernelError, pointer
@@ -59,6 +60,11 @@ class ArmAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Any multiple of 16 tokens."""
         return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Ours whatever the platform's default is: vLLM 0.33 chooses the size here, after the platform did."""
+        return DEFAULT_BLOCK_SIZE
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
