@@ -12,7 +12,7 @@ constexpr int64_t kPieceSize = 2048;
 
 constexpr int64_t pieces_of(int64_t vocab_size) { return (vocab_size + kPieceSize - 1) / kPieceSize; }
 
-// Logits that share one maximum in top_k_top_p_mask.
+// Logits that share one maximum in top_k_top_p_mask and top_logprobs.
 constexpr int64_t kMaskBlock = 64;
 
 constexpr int64_t mask_blocks_of(int64_t vocab_size) { return (vocab_size + kMaskBlock - 1) / kMaskBlock; }
@@ -21,6 +21,11 @@ constexpr int64_t mask_blocks_of(int64_t vocab_size) { return (vocab_size + kMas
 // probability per logit; each padded to whole cache lines.
 constexpr int64_t padded_to_16(int64_t count) { return (count + 15) / 16 * 16; }
 constexpr int64_t mask_workspace_words(int64_t vocab_size) {
+    return padded_to_16(mask_blocks_of(vocab_size)) + 2 * padded_to_16(vocab_size);
+}
+
+// One row's scratch in top_logprobs: a maximum per block, then an entry of 8 bytes per token.
+constexpr int64_t top_logprobs_words(int64_t vocab_size) {
     return padded_to_16(mask_blocks_of(vocab_size)) + 2 * padded_to_16(vocab_size);
 }
 

@@ -11,6 +11,8 @@ VAC_DEFINE_KERNEL(gumbel_argmax_partial)
 VAC_DEFINE_KERNEL(gumbel_argmax_merge)
 VAC_DEFINE_KERNEL(top_k_top_p_mask)
 VAC_DEFINE_KERNEL(penalties)
+VAC_DEFINE_KERNEL(log_softmax_rows)
+VAC_DEFINE_KERNEL(top_logprobs)
 
 extern "C" {
 
@@ -24,6 +26,10 @@ VAC_EXPORT size_t vac_gumbel_argmax_workspace_size(int64_t num_reqs, int64_t voc
 
 VAC_EXPORT size_t vac_top_k_top_p_mask_workspace_size(int64_t vocab_size, int64_t num_workspaces) {
     return static_cast<size_t>(num_workspaces * vac::mask_workspace_words(vocab_size)) * sizeof(float);
+}
+
+VAC_EXPORT size_t vac_top_logprobs_workspace_size(int64_t vocab_size, int64_t num_workspaces) {
+    return static_cast<size_t>(num_workspaces * vac::top_logprobs_words(vocab_size)) * sizeof(float);
 }
 
 VAC_EXPORT size_t vac_penalties_workspace_size(int64_t max_tokens, int64_t num_workspaces) {

@@ -98,6 +98,41 @@ def test_sampler_ops() -> None:
     assert "self.forward = self.forward_cpu" in random.function("TopKTopPSampler.__init__")
     assert random.parameters("TopKTopPSampler.forward_cpu") == own_parameters(sampler.top_k_top_p_sample)
 
+    # The others are torch operations, for whatever platform.
+    for name, own in (
+        ("Sampler.sample", sampler.sample),
+        ("Sampler.compute_logprobs", sampler.compute_logprobs),
+        ("Sampler.gather_logprobs", sampler.gather_logprobs),
+    ):
+        assert upstream.parameters(name) == own_parameters(own)
+        assert "current_platform" not in upstream.function(name)
+    sample = upstream.function("Sampler.sample")
+    assert "for processor in sampling_metadata.logitsprocs.argmax_invariant" in sample
+    # What min-p leaves goes straight into the filters.
+    between = sample.partition("processor.apply(logits)")[2]
+    assert between.lstrip().startswith("random_sampled, processed_logprobs = self.topk_topp_sampler(logits,")
+    min_p = Source("v1/sample/logits_processor/builtin.py")
+    assert "torch.nn.functional.softmax(logits, dim=-1)" in min_p.function("MinPLogitsProcessor.apply")
+    assert min_p.parameters("MinPLogitsProcessor.apply") == own_parameters(sampler.apply_min_p)
+    penalties = Source("v1/sample/ops/penalties.py")
+    assert penalties.parameters("apply_all_penalties") == own_parameters(sampler.apply_all_penalties)
+    assert "_convert_to_tensors(output_token_ids, vocab_size" in penalties.function("apply_all_penalties")
+    for module in ("v1/sample/sampler.py", "v1/sample/rejection_sampler.py"):
+        assert "apply_all_penalties" in Source(module).imports()
+
+
+def test_frontend_cores() -> None:
+    """Clients of engines are made in every API server, and the platform hears of neither their start nor their end."""
+    from vllm_arm_cpu.compat import frontend_cores
+
+    client = Source("v1/engine/core_client.py")
+    init = client.function("AsyncMPClient.__init__")
+    assert "super().__init__(asyncio_mode=True" in init
+    assert "self.client_count = client_count" in init
+    assert client.parameters("MPClient.shutdown") == ["self", "timeout"]
+    assert "current_platform" not in init + client.function("MPClient.shutdown")
+    assert own_parameters(frontend_cores.shutdown)[0] == "self"
+
 
 def test_torch_threads() -> None:
     """The worker reduces torch to one thread behind load_model, whatever the platform."""

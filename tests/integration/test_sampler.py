@@ -83,6 +83,24 @@ def test_min_p_masks_what_vllm_masks(vocab: int) -> None:
     assert compared >= 0.9999 * 8 * len(values) * vocab
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_vllms(dtype: torch.dtype) -> None:
+    logits = logits_of(7, 32003, 8).to(dtype)
+    expected = sampler.upstream_compute_logprobs(logits)
+    logprobs = sampler.compute_logprobs(logits)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6)
+    tokens = torch.tensor([0, 5, 32002, 7, 9, 11, 13])
+    tokens[3] = logprobs[3].argmax()
+    for count in (0, 1, 20):
+        mine = sampler.gather_logprobs(logprobs, count, tokens)
+        theirs = sampler.upstream_gather_logprobs(logprobs, count, tokens)
+        assert torch.equal(mine.logprobs, theirs.logprobs)
+        assert torch.equal(mine.selected_token_ranks, theirs.selected_token_ranks)
+        assert mine.logprob_token_ids.dtype == theirs.logprob_token_ids.dtype
+        if dtype == torch.float32:
+            assert torch.equal(mine.logprob_token_ids, theirs.logprob_token_ids)
+
+
 def metadata_of(rows: int, processors: list[Any], seeds: dict[int, int], **filters: Any) -> SamplingMetadata:
     return SamplingMetadata(
         temperature=torch.linspace(0.5, 1.5, rows),

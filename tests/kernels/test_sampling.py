@@ -1,4 +1,4 @@
-"""Argmax, softmax, Gumbel sampling, the mask of min-p, top-k and top-p, and penalties."""
+"""Argmax, softmax, Gumbel sampling, the mask of min-p, top-k and top-p, penalties and logprobs."""
 
 from __future__ import annotations
 
@@ -572,8 +572,112 @@ def test_penalties_of_odd_logits() -> None:
     np.testing.assert_array_equal(result, penalties_reference(values, factors, prompt, output))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_softmax(dtype: str) -> None:
+    rng = np.random.default_rng(17)
+    for case, vocab in enumerate(VOCABS):
+        rows = 1 + case % 5
+        stored = encode((rng.standard_normal((rows, vocab)) * 8).astype(np.float32), dtype)
+        memory, _, stride = rows_of(stored, case % 3, bool(case % 2))
+        out, view, out_stride = rows_of(np.zeros((rows, vocab), np.float32), 1 + case % 2, bool(case % 2))
+        args = ffi.new("vac_log_softmax_rows_args *")
+        args.out, args.logits = ffi.cast("float *", pointer(out.array)), pointer(memory.array)
+        args.num_reqs, args.vocab_size = rows, vocab
+        args.logits_row_stride, args.out_row_stride, args.dtype = stride, out_stride, DTYPES[dtype]
+        run_ops(["log_softmax_rows"], args, THREADS[case % 4])
+        check_padding(out, vocab, out_stride)
+        x = decode(stored, dtype).astype(np.float64)
+        x -= x.max(-1, keepdims=True)
+        expected = x - np.log(np.exp(x).sum(-1, keepdims=True))
+        np.testing.assert_allclose(view, expected, rtol=3e-7, atol=2e-6)
+
+
+def test_log_softmax_of_odd_rows() -> None:
+    values = np.random.default_rng(18).standard_normal((4, 70)).astype(np.float32)
+    values[0, 3], values[1, 4], values[2] = np.nan, INF, -INF
+    values[3, 5:] = -INF
+    out = guarded(np.zeros_like(values))
+    args = ffi.new("vac_log_softmax_rows_args *")
+    args.out, args.logits = ffi.cast("float *", pointer(out.array)), pointer(values)
+    args.num_reqs, args.vocab_size = values.shape
+    args.logits_row_stride = args.out_row_stride = 70
+    run_ops(["log_softmax_rows"], args, 2)
+    assert np.isnan(out.array[:3]).all()
+    assert (out.array[3, 5:] == -INF).all()
+    np.testing.assert_allclose(np.exp(out.array[3, :5]).sum(), 1, rtol=1e-6)
+
+
+def top_logprobs(
+    values: np.ndarray, tokens: np.ndarray, num_top: int, threads: int = 1, padding: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, logprobs and ranks from the kernel."""
+    rows, vocab = values.shape
+    memory, _, stride = rows_of(values, padding, True)
+    out_tokens, out_ranks = Guarded((rows, 1 + num_top), np.int32), Guarded(rows, np.int64)
+    out_logprobs, workspace = (
+        Guarded((rows, 1 + num_top), np.float32),
+        Guarded(lib.vac_top_logprobs_workspace_size(vocab, threads), np.uint8),
+    )
+    ids = guarded(tokens.astype(np.int64))
+    args = ffi.new("vac_top_logprobs_args *")
+    args.out_tokens = ffi.cast("int32_t *", pointer(out_tokens.array))
+    args.out_logprobs = ffi.cast("float *", pointer(out_logprobs.array))
+    args.out_ranks = ffi.cast("int64_t *", pointer(out_ranks.array))
+    args.logprobs = ffi.cast("float *", pointer(memory.array))
+    args.tokens, args.workspace = ffi.cast("int64_t *", pointer(ids.array)), pointer(workspace.array)
+    args.num_reqs, args.vocab_size, args.row_stride = rows, vocab, stride
+    args.num_top, args.num_workspaces = num_top, threads
+    run_ops(["top_logprobs"], args, threads)
+    for guard in (memory, out_tokens, out_logprobs, out_ranks, workspace):
+        guard.check()
+    return out_tokens.array.copy(), out_logprobs.array.copy(), out_ranks.array.copy()
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "masked", "nan"])
+@pytest.mark.parametrize("vocab", [1, 2, 64, 65, 1000, 5003])
+def test_top_logprobs(vocab: int, kind: str) -> None:
+    """The likeliest in order, the lower token first among equal ones, however many are asked for."""
+    rng = np.random.default_rng(19 + vocab)
+    rows = 5
+    values = rng.standard_normal((rows, vocab)).astype(np.float32) - 5
+    if kind == "ties":
+        values = np.round(values * 2)
+    elif kind == "equal":
+        values[:] = -1.5
+    elif kind == "masked":
+        values[rng.random(values.shape) < 0.97] = -INF
+    elif kind == "nan":
+        values[1:, vocab // 2] = np.nan
+    tokens = rng.integers(0, vocab, rows)
+    order = np.argsort(-np.where(np.isnan(values), INF, values), axis=-1, kind="stable")
+    for case, num_top in enumerate(sorted({0, 1, min(5, vocab), min(20, vocab), min(333, vocab), vocab})):
+        ids, logprobs, ranks = top_logprobs(values, tokens, num_top, THREADS[case % 4], case % 3)
+        own = np.take_along_axis(values, tokens[:, None], -1)
+        assert (ids[:, 0] == tokens).all()
+        np.testing.assert_array_equal(logprobs[:, :1], own)
+        assert (ranks == (values >= own).sum(-1)).all()
+        assert (ids[:, 1:] == order[:, :num_top]).all()
+        np.testing.assert_array_equal(logprobs[:, 1:], np.take_along_axis(values, order[:, :num_top], -1))
+
+
+def test_top_logprobs_of_a_real_vocabulary_and_a_foreign_token() -> None:
+    values = np.random.default_rng(20).standard_normal((2, 151936)).astype(np.float32)
+    ids, logprobs, ranks = top_logprobs(values, np.array([151936, -1]), 20, 2)
+    assert (ids[:, 1:] == np.argsort(-values, axis=-1, kind="stable")[:, :20]).all()
+    assert np.isnan(logprobs[:, 0]).all()
+    assert (ranks == 0).all()
+
+
 def test_no_rows_and_unknown_dtype_write_nothing() -> None:
-    for name in ("argmax", "softmax_rows", "gumbel_argmax", "top_k_top_p_mask", "penalties"):
+    for name in (
+        "argmax",
+        "softmax_rows",
+        "gumbel_argmax",
+        "top_k_top_p_mask",
+        "penalties",
+        "log_softmax_rows",
+        "top_logprobs",
+    ):
         args = ffi.new(f"vac_{name}_args *")
         ops = [name] if hasattr(lib, f"vac_{name}") else [f"{name}_partial", f"{name}_merge"]
         run_ops(ops, args, 3)

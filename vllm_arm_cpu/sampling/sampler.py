@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.penalties import apply_all_penalties as upstream_penalties
@@ -21,9 +22,13 @@ _argmax: Call | None = None
 _mask: Call | None = None
 _gumbel: Call | None = None
 _penalties: Call | None = None
+_log_softmax: Call | None = None
+_top: Call | None = None
 
 upstream_sample = Sampler.sample
 upstream_min_p = MinPLogitsProcessor.apply
+upstream_compute_logprobs = Sampler.compute_logprobs
+upstream_gather_logprobs = Sampler.gather_logprobs
 
 
 def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
@@ -215,3 +220,53 @@ def apply_all_penalties(
     args.workspace = scratch.pointer(lib.vac_penalties_workspace_size(args.max_tokens, args.num_workspaces))
     _penalties.run()
     return logits
+
+
+def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """``Sampler.compute_logprobs``: log-softmax of [tokens, vocab] in FP32, FP16 or BF16, as FP32."""
+    if logits.dim() != 2 or logits.dtype not in DTYPES:
+        return upstream_compute_logprobs(logits)
+    global _log_softmax
+    if _log_softmax is None:
+        _log_softmax = Call(("vac_log_softmax_rows", "vac_log_softmax_rows_args"))
+    logits = as_rows(logits)
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    args = _log_softmax.args[0]
+    args.out, args.logits = ffi.cast("float *", out.data_ptr()), pointer(logits)
+    args.num_reqs, args.vocab_size = logits.shape
+    args.logits_row_stride, args.out_row_stride = logits.stride(0), out.stride(0)
+    args.dtype = DTYPES[logits.dtype]
+    _log_softmax.run()
+    return out
+
+
+def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """``Sampler.gather_logprobs``: of each row the given token's logprob and rank, and the largest.
+
+    logprobs: FP32 [tokens, vocab]; token_ids: int64 [tokens]. Columns of the result are the
+    given token, then the ``num_logprobs`` likeliest; of equal ones the lower token comes first.
+    """
+    num_rows, vocab = logprobs.shape
+    if logprobs.dtype != torch.float32 or token_ids.dtype != torch.int64 or num_logprobs > vocab:
+        return upstream_gather_logprobs(logprobs, num_logprobs, token_ids)
+    global _top
+    if _top is None:
+        _top = Call(("vac_top_logprobs", "vac_top_logprobs_args"))
+    lib = library.load()
+    logprobs, token_ids = as_rows(logprobs), token_ids.contiguous()
+    tokens = torch.empty(num_rows, num_logprobs + 1, dtype=torch.int32)
+    values = torch.empty(num_rows, num_logprobs + 1, dtype=torch.float32)
+    ranks = torch.empty(num_rows, dtype=torch.int64)
+    args = _top.args[0]
+    args.out_tokens, args.out_logprobs = (
+        ffi.cast("int32_t *", tokens.data_ptr()),
+        ffi.cast("float *", values.data_ptr()),
+    )
+    args.out_ranks = ffi.cast("int64_t *", ranks.data_ptr())
+    args.logprobs, args.tokens = ffi.cast("float *", logprobs.data_ptr()), ffi.cast("int64_t *", token_ids.data_ptr())
+    args.num_reqs, args.vocab_size, args.row_stride = num_rows, vocab, logprobs.stride(0)
+    args.num_top = num_logprobs
+    args.num_workspaces = max(1, min(num_rows, lib.vac_max_threads()))
+    args.workspace = scratch.pointer(lib.vac_top_logprobs_workspace_size(vocab, args.num_workspaces))
+    _top.run()
+    return LogprobsTensors(tokens, values, ranks)

@@ -1,4 +1,4 @@
-/* From logits to token ids: penalties, argmax, softmax, Gumbel sampling, min-p, top-k and top-p.
+/* From logits to token ids: penalties, argmax, softmax, Gumbel sampling, min-p, top-k, top-p and logprobs.
  *
  * Logits are [num_reqs, vocab_size] rows; strides are in elements, the innermost
  * dimension is contiguous, pointers need no more than 2-byte alignment. A kernel
@@ -135,6 +135,42 @@ typedef struct vac_penalties_args {
 /* Bytes for num_workspaces requests at a time, of max_tokens tokens each: the smaller of threads and requests. */
 size_t vac_penalties_workspace_size(int64_t max_tokens, int64_t num_workspaces);
 void vac_penalties(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+/* out = log(softmax(logits)) in FP32 (error: a few units in the last place of the largest difference between
+ * logits). As in torch, a row with a NaN or +inf, or of nothing but -inf, becomes NaN. Split over rows. */
+typedef struct vac_log_softmax_rows_args {
+    float *out;         /* [num_reqs, vocab_size], written */
+    const void *logits; /* [num_reqs, vocab_size] dtype, read */
+    int64_t num_reqs;
+    int64_t vocab_size; /* at least 1 */
+    int64_t logits_row_stride;
+    int64_t out_row_stride;
+    int32_t dtype; /* enum vac_dtype, of logits */
+} vac_log_softmax_rows_args;
+
+void vac_log_softmax_rows(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+/* Of each row: a given token's logprob and its rank, the number of logprobs that are no smaller; and the
+ * num_top largest in descending order, of equal ones those of the lower tokens first (NaN counts as larger than
+ * any number). A token outside the vocabulary has the logprob NaN and rank 0. Split over
+ * rows; threads from num_workspaces on have no scratch and do nothing. */
+typedef struct vac_top_logprobs_args {
+    int32_t *out_tokens;   /* [num_reqs, 1 + num_top], written: the given token, then the largest */
+    float *out_logprobs;   /* [num_reqs, 1 + num_top], written: theirs */
+    int64_t *out_ranks;    /* [num_reqs], written */
+    const float *logprobs; /* [num_reqs, vocab_size], read */
+    const int64_t *tokens; /* [num_reqs], read */
+    void *workspace;       /* vac_top_logprobs_workspace_size() bytes, 16-byte aligned */
+    int64_t num_reqs;
+    int64_t vocab_size; /* below 2^31 */
+    int64_t row_stride;
+    int64_t num_top;        /* 0 to vocab_size */
+    int64_t num_workspaces; /* at least 1; at most what the workspace was sized for */
+} vac_top_logprobs_args;
+
+/* Bytes for num_workspaces rows at a time: the smaller of threads and requests. */
+size_t vac_top_logprobs_workspace_size(int64_t vocab_size, int64_t num_workspaces);
+void vac_top_logprobs(const void *args, uint32_t thread_index, uint32_t thread_count);
 
 #ifdef __cplusplus
 }
