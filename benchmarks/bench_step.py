@@ -1,6 +1,7 @@
 """Count the instructions of a decode step of the whole engine process, ours and vLLM's own, and print one table.
 
     bench_step.py --root ROOT --site SITE --packages PACKAGES --output FILE [--no-peer] [--top N]
+        [--async-scheduling]
 
 Two tiny Llama models that differ in their number of layers run in an engine
 inside one process, on one thread; a layer's share is the difference between
@@ -104,10 +105,10 @@ class Places:
         return family, symbol
 
 
-def measure(side: str, root: str, environ: dict[str, str], top: int) -> dict[int, dict[str, Any]]:
+def measure(side: str, root: str, environ: dict[str, str], top: int, options: list[str]) -> dict[int, dict[str, Any]]:
     """Sequences -> figures of one side."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [f"{root}/usr/bin/python3", str(HERE / "run_steps.py"), side, directory]
+        command = [f"{root}/usr/bin/python3", str(HERE / "run_steps.py"), side, directory, *options]
         settings = {
             "QEMU_CPU": QEMU_CPU,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -189,7 +190,9 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave upstream out")
     parser.add_argument("--only-peer", action="store_true", help="leave ours out")
     parser.add_argument("--top", type=int, default=0, help="also print the N symbols with most instructions")
+    parser.add_argument("--async-scheduling", action="store_true", help="with what is off by default")
     args = parser.parse_args()
+    options = ["--async-scheduling"] if args.async_scheduling else []
 
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as pool:
         safe = {"PYTHONSAFEPATH": "1"}
@@ -202,9 +205,9 @@ def main() -> None:
         }
         runs = {}
         if not args.only_peer:
-            runs["ours"] = pool.submit(measure, "ours", args.root, ours, args.top)
+            runs["ours"] = pool.submit(measure, "ours", args.root, ours, args.top, options)
         if not args.no_peer:
-            runs["upstream_eager"] = pool.submit(measure, "upstream", args.root, peer, args.top)
+            runs["upstream_eager"] = pool.submit(measure, "upstream", args.root, peer, args.top, options)
         results = {side: run.result() for side, run in runs.items()}
     written = {
         side: {key: value for key, value in figures[1].items() if key != "families"} | {"sequences": figures}

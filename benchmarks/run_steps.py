@@ -1,6 +1,6 @@
 """Run decode steps of tiny random Llama models, with a region of interest around them (aarch64, under the cost plugin).
 
-    run_steps.py ours | upstream SCRATCH_DIRECTORY
+    run_steps.py ours | upstream SCRATCH_DIRECTORY [--async-scheduling]
 
 Prints a JSON line per region: layers and sequences of the engine, steps in
 the region; and at the end one with the process's executable mappings.
@@ -54,6 +54,19 @@ def prepare_upstream() -> None:
 
     # It asks lscpu, which does not run beside the emulator.
     cpu_resource_utils._get_cpu_list = cpu_resource_utils._synthesize_cpu_list
+
+
+def schedule_asynchronously() -> None:
+    """Turn on what vLLM's CPU platform turns off: the next step is scheduled before the last one's output is used."""
+    from vllm.platforms import current_platform
+
+    original = type(current_platform).check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        original(config)
+        config.scheduler_config.async_scheduling = True
+
+    type(current_platform).check_and_update_config = check_and_update_config
 
 
 def make_engine(model: str) -> Any:
@@ -113,15 +126,19 @@ def mappings() -> list[tuple[int, int, int, str]]:
     return found
 
 
-def main(side: str, directory: Path) -> None:
+def main(side: str, directory: Path, *options: str) -> None:
     if side == "upstream":
         prepare_upstream()
+    is_async = "--async-scheduling" in options
+    if is_async:
+        schedule_asynchronously()
     for layers in LAYERS:
         llm = make_engine(checkpoint(directory, layers))
         from vllm.platforms import current_platform
 
         platform = type(current_platform).__name__
         assert platform == ("ArmCpuPlatform" if side == "ours" else "CpuPlatform"), platform
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == is_async
         for sequences in SEQUENCES:
             decode(llm, sequences)
             print(json.dumps({"layers": layers, "sequences": sequences, "steps": STEPS}), flush=True)
@@ -131,4 +148,4 @@ def main(side: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
