@@ -264,8 +264,8 @@ VARIABLES: tuple[Variable, ...] = (
         "VAC_THREADS",
         "auto",
         "auto, or a number from 1 to 4096 and no more than the CPUs that this process may use",
-        "Compute threads of the engine. auto: one per physical core that the process may use, within the "
-        "cgroup's CPU quota.",
+        "Compute threads of the engine. auto: one per physical core that the process may use, less those set aside "
+        "for the API server, within the cgroup's CPU quota.",
         _parse_threads,
     ),
     Variable(

@@ -102,9 +102,8 @@ class ArmCpuPlatform(CpuPlatform):
         # vLLM comes here again in an engine's process, once its threads are bound to CPUs: the machine cannot be
         # planned from there.
         if multiprocessing.parent_process() is None:
-            frontend.leave()
             plan.remember_engines(parallel_config)
-            plan.plan_engine(parallel_config, topology.read())
+            plan.plan_engine(parallel_config, frontend.read())
         cache_config = vllm_config.cache_config
         if cache_config.kv_offloading_size is not None:
             raise ValueError(

@@ -145,6 +145,10 @@ masks = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir("/pro
 assert free and masks == {frozenset(free)}, (free, masks)
 assert counts == [len(machine.cores(free))]
 assert not set(free) & set(frontend.plan_threads(machine).cpus)
+# Another engine of this process is planned as the first one was.
+assert topology.read().allowed == free
+assert frontend.read().allowed == machine.allowed
+assert frontend.plan_threads(frontend.read()) == frontend.plan_threads(machine)
 # A child, such as an engine that is started later, plans on all CPUs.
 child = "import os; from vllm_arm_cpu.runtime import frontend as f; f.leave(); print(len(os.sched_getaffinity(0)))"
 printed = subprocess.run([sys.executable, "-c", child], check=True, stdout=subprocess.PIPE, text=True).stdout

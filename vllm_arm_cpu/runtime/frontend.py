@@ -15,12 +15,18 @@ from pathlib import Path
 
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.envs import EnvError, format_cpu_list, parse_cpu_list
-from vllm_arm_cpu.runtime import threads
+from vllm_arm_cpu.runtime import threads, topology
 from vllm_arm_cpu.runtime.threads import ThreadPlan
 from vllm_arm_cpu.runtime.topology import Topology
 
 MANY_CORES = 16
 """From so many on, one is set aside: 6 % of the arithmetic at most, which decoding, bound by memory, does not miss."""
+
+
+def read(environ: Mapping[str, str] | None = None) -> Topology:
+    """The machine with all CPUs that this process could use before :func:`enter`."""
+    text = (os.environ if environ is None else environ).get(envs.AFFINITY, "")
+    return topology.read(affinity=parse_cpu_list(text) if text else None)
 
 
 def reserved(machine: Topology, environ: Mapping[str, str] | None = None, num_ranks: int = 1) -> tuple[int, ...]:
