@@ -20,7 +20,7 @@ MODEL ?= examples/tiny-llama
 PROMPT ?= In the beginning
 
 .PHONY: help env shell libs wheel sdist install demo doctor test test-fast test-unit test-kernels test-integration \
-	test-e2e test-upstream test-slow image-test bench-cost bench-step bench-sampler lint format clean
+	test-e2e test-upstream test-slow soak image-test bench-cost bench-step bench-sampler lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -80,6 +80,9 @@ test-upstream: install ## vLLM's own tests on our platform
 
 test-slow: install ## what takes minutes beyond that
 	@scripts/test.sh slow
+
+soak: install ## hundreds of requests over HTTP, many given up: nothing lost, nothing left (part of test-slow)
+	@scripts/test.sh soak
 
 image-test: env ## build the container image and test it
 	@scripts/image_test.sh

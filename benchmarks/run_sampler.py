@@ -56,7 +56,7 @@ def prepare(case: dict[str, Any]) -> Any:
     from vllm.v1.sample.metadata import SamplingMetadata
 
     bad_words = case.get("bad_words")
-    params = SamplingParams(**{name: value for name, value in case.items() if name != "bad_words"})
+    params = SamplingParams(max_tokens=1000, **{name: value for name, value in case.items() if name != "bad_words"})
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, VOCAB, (1, PROMPT), generator=generator)
     output = torch.randint(0, 4000, (OUTPUT,), generator=generator).tolist()

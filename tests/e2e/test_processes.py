@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import USER_LIBRARY
 from tests.e2e.server import Server, process_environ
 from vllm_arm_cpu.envs import parse_cpu_list
-from vllm_arm_cpu.runtime import preload
+from vllm_arm_cpu.runtime import frontend, preload, topology
 
 LIBRARIES = Path(preload.__file__).resolve().parents[1] / "lib"
 OUR_LIBGOMP = str(LIBRARIES / "libgomp.so.1")
@@ -91,20 +91,42 @@ def test_threads_stay_where_they_may_run(servers: tuple[Server, Server]) -> None
     for server in servers:
         pid = engine_core(server)
         cpus = cpus_of_threads(pid)
+        computing = allowed - set(frontend.reserved(topology.read(), process_environ(server.pid)))
         assert all(mask <= allowed for mask in cpus.values())
         # The first compute thread runs the model and starts helpers that inherit its mask: it is not pinned.
-        assert cpus[pid] == allowed
-        helpers = [mask for mask in cpus.values() if mask == allowed]
-        pinned = [mask for mask in cpus.values() if len(mask) == 1]
-        if len(allowed) > 1:
-            assert len(pinned) == len(allowed) - 1
-            assert set().union(*pinned) == allowed - {min(allowed)}
+        assert cpus[pid] == computing
+        if len(computing) > 1:
+            helpers = [mask for mask in cpus.values() if mask in (allowed, computing)]
+            pinned = [mask for mask in cpus.values() if len(mask) == 1]
+            assert len(pinned) == len(computing) - 1
+            assert set().union(*pinned) == computing - {min(computing)}
             assert len(pinned) + len(helpers) == len(cpus)
+
+
+def test_api_server_keeps_off_the_cores_that_compute(servers: tuple[Server, Server]) -> None:
+    """All of its threads, where a core is set aside; without one it goes where there is room."""
+    allowed = os.sched_getaffinity(0)
+    for server in servers:
+        apart = set(frontend.reserved(topology.read(), process_environ(server.pid)))
+        masks = list(cpus_of_threads(server.pid).values())
+        assert all(mask == (apart or allowed) for mask in masks), masks
+        assert ("API server: on CPUs" in server.log()) == bool(apart)
+    if len(allowed) > 1:
+        assert frontend.reserved(topology.read(), process_environ(servers[1].pid)) == (max(allowed),)
+
+
+def test_process_groups_share_a_thread(servers: tuple[Server, Server]) -> None:
+    """Each would wake up a hundred times a second, and there are a dozen groups of the one rank."""
+    for server in servers:
+        tasks = Path(f"/proc/{engine_core(server)}/task").iterdir()
+        names = [(task / "comm").read_text().strip() for task in tasks]
+        assert names.count("gloo_tcp_loop") <= 1, names
 
 
 def test_threads_are_told_in_the_log(server: Server) -> None:
     (line,) = [line for line in server.log().splitlines() if "threads: " in line and " on CPUs " in line]
-    assert f"threads: {len(os.sched_getaffinity(0))} on CPUs" in line
+    apart = frontend.reserved(topology.read(), process_environ(server.pid))
+    assert f"threads: {len(os.sched_getaffinity(0)) - len(apart)} on CPUs" in line
 
 
 def test_shared_memory_is_small(servers: tuple[Server, Server]) -> None:

@@ -121,6 +121,25 @@ def test_sampler_ops() -> None:
         assert "apply_all_penalties" in Source(module).imports()
 
 
+def test_gloo_device() -> None:
+    """Torch gives each gloo group a device, and vLLM makes many groups for one rank."""
+    from torch.distributed import distributed_c10d
+
+    from vllm_arm_cpu.compat import gloo_device
+
+    source = inspect.getsource(distributed_c10d._new_process_group_helper)
+    made = source.partition("backend_class = ProcessGroupGloo(")[2].partition(")")[0]
+    assert [line.strip() for line in made.splitlines() if "=" in line and "#" not in line] == ["timeout=timeout,"]
+    assert "GroupCoordinator" in Source("distributed/parallel_state.py").function("init_model_parallel_group")
+    original = distributed_c10d.ProcessGroupGloo
+    with gloo_device.shared(2):
+        assert distributed_c10d.ProcessGroupGloo is original
+    with gloo_device.shared(1):
+        assert issubclass(distributed_c10d.ProcessGroupGloo, original)
+        assert distributed_c10d.ProcessGroupGloo is not original
+    assert distributed_c10d.ProcessGroupGloo is original
+
+
 def test_frontend_cores() -> None:
     """Clients of engines are made in every API server, and the platform hears of neither their start nor their end."""
     from vllm_arm_cpu.compat import frontend_cores

@@ -27,7 +27,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 
 from vllm_arm_cpu import compat, layers, quantization
-from vllm_arm_cpu.compat import checkpoint_pages, torch_threads
+from vllm_arm_cpu.compat import checkpoint_pages, gloo_device, torch_threads
 from vllm_arm_cpu.executor.plan import plan_engine
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
@@ -124,9 +124,14 @@ class ArmCpuWorker(CPUWorker):
         init_method = self.distributed_init_method
         # Names the shared-memory segment of upstream's tensor-parallel ranks.
         os.environ["VLLM_DIST_IDENT"] = init_method.removeprefix("file://").replace("/", "_").split(":")[-1]
-        init_worker_distributed_environment(
-            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
-        )
+        with gloo_device.shared(self.parallel_config.world_size_across_dp):
+            init_worker_distributed_environment(
+                self.vllm_config,
+                self.rank,
+                self.distributed_init_method,
+                self.local_rank,
+                current_platform.dist_backend,
+            )
         set_random_seed(self.model_config.seed)
         self.model_runner = ArmCpuModelRunner(self.vllm_config, self.device)
 
