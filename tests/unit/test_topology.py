@@ -284,6 +284,21 @@ def test_map_aligned(nbytes: int, huge_pages: str, monkeypatch: pytest.MonkeyPat
     assert mapping[start] in (0, 7)
 
 
+@pytest.mark.parametrize("nbytes", [2 << 20, (2 << 20) + 1, 5_000_000])
+def test_last_huge_page_is_whole(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in the mapping wherever that begins, and no policy or advice ends inside it."""
+    ranges = {}
+    monkeypatch.setattr(memory, "_arena_nodes", (0,))
+    monkeypatch.setattr(memory, "bind_range", lambda address, length, nodes: ranges.update(bound=(address, length)))
+    monkeypatch.setattr(memory, "advise_huge_pages", lambda address, length: ranges.update(advised=(address, length)))
+    for _ in range(8):
+        mapping, start = memory.map_aligned(nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        whole = -(-nbytes // (2 << 20)) * (2 << 20)
+        assert start + whole <= len(mapping)
+        assert ranges == {"bound": (address, len(mapping)), "advised": (address + start, whole)}
+
+
 def test_more_than_the_address_space() -> None:
     with pytest.raises(MemoryError, match="cannot map"):
         memory.map_aligned(1 << 60)

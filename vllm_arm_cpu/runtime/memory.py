@@ -119,18 +119,20 @@ def map_aligned(nbytes: int) -> tuple[mmap.mmap, int]:
         MemoryError: the kernel has not that much address space or memory left.
     """
     # The kernel aligns mappings to base pages only; what is cut off is never touched, so it costs address space alone.
+    whole = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
     try:
-        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"cannot map {nbytes} bytes: {error}") from error
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % _HUGE_PAGE
     if _arena_nodes:
+        # All of it: a policy that ends behind nbytes would divide the mapping there, and the last huge page with it.
         with contextlib.suppress(OSError):
-            bind_range(address + -address % mmap.PAGESIZE, nbytes + start, _arena_nodes)
+            bind_range(address, len(mapping), _arena_nodes)
     if envs.VAC_HUGE_PAGES:
-        # The last, partial huge page counts: it lies within the mapping, and its tail stays untouched either way.
-        advise_huge_pages(address + start, min(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, len(mapping) - start))
+        # The last, partial huge page counts: it lies within the mapping.
+        advise_huge_pages(address + start, whole)
     return mapping, start
 
 
