@@ -67,6 +67,19 @@ def test_all_layers_in_one_call(llm: LLM) -> None:
 def test_same_bits(llm: LLM) -> None:
     """A program in one parallel region, op by op, on one thread, and the modules one by one: the same bits."""
     (segment,) = decoder.segments(model_of(llm))
+    compared = compare_ways(segment)
+    try:
+        greedy(llm, golden_prompts("short-1", "medium"), 3)
+    finally:
+        del segment.run
+    assert compared[1:] == [2, 2]
+
+
+def compare_ways(segment: Segment) -> list[int]:
+    """Make the segment of a whole model check every step run in one parallel region against other ways to run it.
+
+    The tokens of each step are appended to the list. ``del segment.run`` ends it.
+    """
     compared: list[int] = []
     run = segment.run
 
@@ -102,11 +115,7 @@ def test_same_bits(llm: LLM) -> None:
         return run(positions, hidden_states, residual)
 
     segment.run = compare  # type: ignore[method-assign]
-    try:
-        greedy(llm, golden_prompts("short-1", "medium"), 3)
-    finally:
-        del segment.run
-    assert compared[1:] == [2, 2]
+    return compared
 
 
 def test_nothing_through_torch(llm: LLM) -> None:

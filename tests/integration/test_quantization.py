@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,21 +20,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from vllm import LLM, SamplingParams
 from vllm.model_executor import parameter
 from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
+from tests.integration.checkpoints import SIZES, random_model, save
 from tests.integration.engine import GOLDEN, MODEL, ROOT, check_golden, engine, golden_prompts, greedy, worker
 from tests.integration.quantized import dequantized, layers, make
+from tests.integration.test_decoder import compare_ways
 from tests.integration.test_linear import copy_of
 from vllm_arm_cpu import quantization
 from vllm_arm_cpu.compat import int4_parameters
+from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.platform import upstream_ops_available
 from vllm_arm_cpu.quantization import formats, packed
 from vllm_arm_cpu.quantization.w4a8 import ArmInt4LinearKernel, Int4Linear, Int4Weight, KleidiAILinear
 from vllm_arm_cpu.quantization.w8a8 import Activations, ArmInt8LinearKernel, Int8Head, Int8Linear, round_weight
+from vllm_arm_cpu.worker import warmup
 
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OURS, KLEIDIAI, W4A16 = {"VAC_INT4_KERNEL": "vac"}, {"VAC_INT4_KERNEL": "kleidiai"}, {"VAC_INT4": "w4a16"}
@@ -179,14 +184,23 @@ def check_layers(llm: LLM, directory: Path, kind: type, rounding: str, blocks: i
 
 @pytest.mark.parametrize("scheme,environ,kind,rounding,allowed", CASES)
 def test_scheme(
-    scheme: str, environ: dict[str, str], kind: type, rounding: str, allowed: float, tmp_path: Path
+    scheme: str,
+    environ: dict[str, str],
+    kind: type,
+    rounding: str,
+    allowed: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each layer is exact, the text is hardly less likely than in BF16, and tokens come one by one."""
+    """Each layer is exact, the text is hardly less likely than in BF16, and tokens come one by one, by native lists."""
     plain = bf16_perplexity(SHORT)
     directory = make(scheme, tmp_path / scheme)
     prompt = golden_prompts("short-1")[0]
+    tables = capture_tables(monkeypatch)
     with small_engine(directory, environ) as llm:
+        assert tables[-1] == NATIVE
         check_layers(llm, directory, kind, rounding)
+        check_native_steps(llm, kind, rounding)
         got = perplexity(llm, SHORT)
         print(f"{scheme} {environ}: perplexity of {SHORT} tokens {got:.3f}, BF16 {plain:.3f} ({got / plain - 1:+.2%})")
         assert got < (1 + allowed) * plain
@@ -226,6 +240,43 @@ def test_llmcompressor(name: str, environ: dict[str, str], rounding: str) -> Non
     assert difference.max() < 0.1 and difference.mean() < 0.02
 
 
+def check_native_steps(llm: LLM, kind: type, rounding: str) -> None:
+    """The model is one native call, and its layers give the bits of their modules: prefill in pieces, decode, both."""
+    runner = worker(llm).model_runner
+    (segment,) = decoder.segments(model_of(llm))
+    assert len(segment.layers) == 4
+    plain = runner.plain
+    assert plain.split_because is None
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, 2048, (n,), generator=generator).tolist() for n in (5, 110)]
+    llm.reset_prefix_cache()
+    expected = greedy(llm, prompts, 3)
+    llm.reset_prefix_cache()
+    steps = compare_ways(segment)
+    runner.plain = None
+    try:
+        assert greedy(llm, prompts, 3) == expected
+    finally:
+        runner.plain = plain
+        del segment.run
+    # The second prompt's rest beside a token of the first one.
+    assert steps[0] == 96 and 1 < steps[1] < 96 and steps[-1] <= 2
+    # Norms and the activation hand INT8 rows over, attention's output has an op of its own; so have all four inputs of
+    # the W4A8 layers. The activation is in two parts.
+    ops = {Int8Linear: 10 + 1 + 1, Int4Linear: 10 if rounding == "none" else 10 + 4, KleidiAILinear: 10 + 4}[kind]
+    assert {tuple(step.lengths) for step in segment.steps.values()} == {(ops,) * 4}
+
+
+def capture_tables(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of models that are loaded from now on."""
+    tables: list[str] = []
+    monkeypatch.setattr(warmup.logger, "info", tables.append)
+    return tables
+
+
+NATIVE = "decoder layers: 4 of 4 as native op lists, 1 call a step"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme,environ,kind,rounding,allowed", CASES + MORE_CASES)
 def test_perplexity(
@@ -236,6 +287,7 @@ def test_perplexity(
     directory = make(scheme, tmp_path / scheme)
     with small_engine(directory, environ) as llm:
         check_layers(llm, directory, kind, rounding)
+        check_native_steps(llm, kind, rounding)
         got = perplexity(llm, LONG)
     exact = Reference(directory, rounding).perplexity(LONG)
     setting = " ".join(f"{name}={value}" for name, value in environ.items())
@@ -276,7 +328,7 @@ def quantized(llm: LLM) -> list[Any]:
     return [module for module in model_of(llm).modules() if getattr(module, "scheme", None) is not None]
 
 
-def test_head_in_int8() -> None:
+def test_head_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm_head is rounded when it is loaded; the table that it is tied to stays for lookups, and logits are FP32."""
     plain = bf16_perplexity(SHORT)
     with small_engine(MODEL, {"VAC_LM_HEAD": "int8"}) as llm:
@@ -297,6 +349,45 @@ def test_head_in_int8() -> None:
         print(f"VAC_LM_HEAD=int8: perplexity of {SHORT} tokens {got:.3f}, BF16 {plain:.3f} ({got / plain - 1:+.2%})")
         assert got < 1.02 * plain
         check_golden(llm, "short-1", max_tokens=16)
+        # The head is the last op of the model's list; the modules give the same logits.
+        runner = worker(llm).model_runner
+        assert runner.plain.split_because is None
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": ids} for ids in golden_prompts("short-1", "medium")]
+        results = []
+        for way in (runner.plain, None):
+            monkeypatch.setattr(runner, "plain", way)
+            llm.reset_prefix_cache()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+        assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "scheme,environ", [("w8a8-static-asymmetric", {}), pytest.param("w4a8-group32", OURS, marks=pytest.mark.slow)]
+)
+def test_native_steps_with_biases(scheme: str, environ: dict[str, str], tmp_path: Path) -> None:
+    """Biases of quantized QKV layers, and a head in INT8 that is not tied: every step has the bits of the modules."""
+    source = save(random_model(Qwen2Config(**(SIZES | {"vocab_size": 2048}))), tmp_path / "plain")
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (MODEL / file).exists():
+            shutil.copy(MODEL / file, source / file)
+    directory = make(scheme, tmp_path / "quantized", source)
+    with small_engine(directory, environ | {"VAC_LM_HEAD": "int8"}, max_model_len=192) as llm:
+        model = model_of(llm)
+        layer = model.model.layers[0].self_attn.qkv_proj
+        assert layer.bias is not None and isinstance(layer.cpu_linear, (Int8Linear, Int4Linear))
+        assert isinstance(model.lm_head.cpu_linear, Int8Head)
+        runner = worker(llm).model_runner
+        assert runner.plain.split_because is None
+        prompts = [[7, 8, 9], list(range(2, 112))]
+        expected = greedy(llm, prompts, 3)
+        (segment,) = decoder.segments(model)
+        steps = compare_ways(segment)
+        runner.plain = None
+        llm.reset_prefix_cache()
+        assert greedy(llm, prompts, 3) == expected
+        assert max(steps) == 96 and min(steps) <= 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +77,35 @@ def add_activation(program: Program, activation: str, dtype: torch.dtype, tokens
     program.rows(args, "x", x, "x_token_stride")
     program.rows(args, "out", x, "out_token_stride")
     args.activation, args.dtype = getattr(library.load(), f"VAC_ACTIVATION_{activation}"), DTYPES[dtype]
+
+
+@functools.cache
+def int8_workspace(d: int) -> Callable[[int], int]:
+    """Number of rows -> bytes of workspace of :func:`add_activation_int8`; the same function for the same ``d``."""
+    nbytes = int(library.load().vac_silu_and_mul_int8_workspace_size(d, library.load().vac_max_threads()))
+    return lambda rows: nbytes
+
+
+def add_activation_int8(
+    program: Program,
+    activation: str,
+    dtype: torch.dtype,
+    tokens: Slot,
+    x: Rows,
+    d: int,
+    rows: Slot,
+    quantization: Any,
+    workspace: Slot,
+) -> None:
+    """Append what :func:`add_activation` does, its result quantized to ``rows`` as the INT8 GEMM wants it.
+
+    quantization: ``vac_int8_quantization``. x is left as it is.
+    """
+    for kernel in ("vac_silu_and_mul_int8", "vac_silu_and_mul_int8_finish"):
+        args = program.op(kernel, "vac_silu_and_mul_int8_args", num_tokens=tokens, d=d, rows=rows, workspace=workspace)
+        args.quantization = quantization
+        args.activation, args.dtype = getattr(library.load(), f"VAC_ACTIVATION_{activation}"), DTYPES[dtype]
+        program.rows(args, "x", x, "x_token_stride")
 
 
 def register() -> None:

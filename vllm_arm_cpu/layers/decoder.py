@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -48,19 +48,40 @@ class NativeLinear(Protocol):
     """What multiplies by a layer's weight inside a program.
 
     A quantized layer offers one by having it as its attribute ``native_linear``.
+
+    Attributes:
+        n, k: shape of the weight.
+        dtype: of what goes in and comes out.
+        quantization: ``vac_int8_quantization`` of its input, where whoever makes that may write it as quantized rows,
+            see :class:`NativeInt8Linear`; else None.
     """
 
     n: int
     k: int
     dtype: torch.dtype
 
-    def program_workspace(self) -> int:
-        """Bytes of workspace that its ops want, for any number of rows."""
+    @property
+    def quantization(self) -> Any: ...
+
+    def program_workspace(self, rows: int) -> int:
+        """Bytes of workspace that its ops want for so many rows and fewer."""
 
     def add_to(
         self, program: Program, rows: Slot, x: Rows, out: Rows, bias: torch.Tensor | None, workspace: Slot
     ) -> None:
         """Append the ops for ``out = x @ weight.T + bias``; the last one has a barrier behind it."""
+
+
+class NativeInt8Linear(NativeLinear, Protocol):
+    """One with a ``quantization``."""
+
+    def quantized_size(self, rows: int) -> int:
+        """Bytes of so many quantized rows of its input."""
+
+    def add_quantized_to(
+        self, program: Program, rows: Slot, quantized: Slot, out: Rows, bias: torch.Tensor | None, workspace: Slot
+    ) -> None:
+        """As ``add_to``, of rows that were quantized by its ``quantization``."""
 
 
 # --- which layers fit ---------------------------------------------------------
@@ -186,15 +207,21 @@ def _has_head_norms(attention: Any) -> bool:
 
 
 class Buffers:
-    """Activations between ops, shared by all programs of a model; they grow with the largest batch and stay."""
+    """Activations between ops, shared by all programs of a model; they grow with the largest batch and stay.
+
+    Attributes:
+        rows: of a step, for how many there is room.
+        addresses: of the buffers by name; those of raw bytes are ``workspace``, which the ops use one after the other,
+            and ``quantized``, the quantized input of a linear layer.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._columns: dict[str, int] = {}
+        self._sizes: dict[str, set[Callable[[int], int]]] = {"workspace": set(), "quantized": set()}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._workspace = torch.empty(0, dtype=torch.uint8)
         self.rows = 0
-        self.addresses: dict[str, int] = {"workspace": 0}
+        self.addresses: dict[str, int] = dict.fromkeys(self._sizes, 0)
 
     def want(self, name: str, columns: int) -> None:
         """Make room for ``name`` [rows, columns]."""
@@ -202,11 +229,11 @@ class Buffers:
             self._columns[name] = columns
             self.rows = 0
 
-    def want_workspace(self, nbytes: int) -> None:
-        """Make room for the ops' workspace."""
-        if nbytes > self._workspace.numel():
-            self._workspace = torch.empty(nbytes, dtype=torch.uint8)
-            self.addresses["workspace"] = self._workspace.data_ptr()
+    def want_bytes(self, name: str, size: Callable[[int], int]) -> None:
+        """Make room for ``size(rows)`` bytes; the largest of what is wanted counts."""
+        if size not in self._sizes[name]:
+            self._sizes[name].add(size)
+            self.rows = 0
 
     def reserve(self, rows: int) -> None:
         """Make room for a step of ``rows`` tokens."""
@@ -215,6 +242,10 @@ class Buffers:
             self.rows = max(64, 1 << (rows - 1).bit_length())
             for name, columns in self._columns.items():
                 self._tensors[name] = torch.empty((self.rows, columns), dtype=self.dtype)
+                self.addresses[name] = self._tensors[name].data_ptr()
+            for name, sizes in self._sizes.items():
+                nbytes = max((size(self.rows) for size in sizes), default=0)
+                self._tensors[name] = torch.empty(nbytes, dtype=torch.uint8)
                 self.addresses[name] = self._tensors[name].data_ptr()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -256,7 +287,7 @@ class Step:
         self, layers: list[Any], has_residual: bool, metadata: dict[str, Any], buffers: Buffers, ranks: Ranks
     ) -> None:
         names = ("tokens", "positions", "x", "x_stride", "residual", "residual_stride", "hidden", "qkv", "attention")
-        self.slots = {name: Slot(name) for name in (*names, "gate_up", "out", "workspace")}
+        self.slots = {name: Slot(name) for name in (*names, "gate_up", "out", "workspace", "quantized")}
         self.program = Program()
         self.ranks = ranks
         self.lengths: list[int] = []
@@ -294,11 +325,47 @@ class Step:
         for name, linear in (("qkv", qkv_proj), ("gate_up", gate_up)):
             buffers.want(name, linears[linear].n)
         buffers.want("attention", linears[o_proj].k)
-        buffers.want_workspace(max(linear.program_workspace() for linear in linears.values()))
+        for native in linears.values():
+            buffers.want_bytes("workspace", native.program_workspace)
 
         def matmul(linear: Any, x: Rows, out: Rows, partial: bool = False) -> None:
             bias = self.ranks.bias_of(linear) if partial else linear.bias
             linears[linear].add_to(program, tokens, x, out, bias, slots["workspace"])
+
+        def norm_and_matmul(
+            module: Any, linear: Any, x: Rows, residual: Rows | None, out: Rows, partial: bool = False
+        ) -> None:
+            int8 = as_int8(linears[linear])
+            if int8 is None:
+                if partial and residual is not None:
+                    self._add_sum_and_norm(module, x, residual, hidden)
+                else:
+                    norm.add_norm(program, module, dtype, tokens, x, hidden, residual=residual)
+                matmul(linear, hidden, out)
+                return
+            if partial:
+                self.ranks.add_all_reduce(program, dtype, tokens, size, x.base)
+            buffers.want_bytes("quantized", int8.quantized_size)
+            quantized, workspace = slots["quantized"], slots["workspace"]
+            buffers.want_bytes("workspace", norm.int8_workspace(module))
+            norm.add_norm_int8(
+                program, module, dtype, tokens, x, quantized, int8.quantization, workspace, residual=residual
+            )
+            int8.add_quantized_to(program, tokens, quantized, out, linear.bias, workspace)
+
+        def activation_and_matmul(linear: Any, x: Rows, out: Rows) -> None:
+            kind = activation.kind(mlp.act_fn)
+            assert kind is not None
+            int8, d = as_int8(linears[linear]), linears[linear].k
+            if int8 is None:
+                activation.add_activation(program, kind, dtype, tokens, x, d)
+                matmul(linear, x, out, partial=True)
+                return
+            buffers.want_bytes("quantized", int8.quantized_size)
+            quantized, workspace = slots["quantized"], slots["workspace"]
+            buffers.want_bytes("workspace", activation.int8_workspace(d))
+            activation.add_activation_int8(program, kind, dtype, tokens, x, d, quantized, int8.quantization, workspace)
+            int8.add_quantized_to(program, tokens, quantized, out, self.ranks.bias_of(linear), workspace)
 
         hidden = Rows(slots["hidden"], size)
         given, residual = Rows(slots["x"], slots["x_stride"]), Rows(slots["residual"], slots["residual_stride"])
@@ -307,31 +374,18 @@ class Step:
         gated = Rows(slots["gate_up"], linears[gate_up].n)
 
         if first:
-            norm.add_norm(
-                program,
-                layer.input_layernorm,
-                dtype,
-                tokens,
-                given,
-                hidden,
-                residual=residual if has_residual else None,
-            )
+            added = residual if has_residual else None
+            norm_and_matmul(layer.input_layernorm, qkv_proj, given, added, qkv)
         else:
-            self._add_sum_and_norm(layer.input_layernorm, hidden, residual)
-        matmul(qkv_proj, hidden, qkv)
+            norm_and_matmul(layer.input_layernorm, qkv_proj, hidden, residual, qkv, partial=True)
         self._add_attention(attention, dtype, group, qkv, attended)
         matmul(o_proj, attended, hidden, partial=True)
-        self._add_sum_and_norm(layer.post_attention_layernorm, hidden, residual)
-        matmul(gate_up, hidden, gated)
-        kind = activation.kind(mlp.act_fn)
-        assert kind is not None
-        activation.add_activation(program, kind, dtype, tokens, gated, linears[gate_up].n // 2)
-        matmul(down, gated, Rows(slots[self.last_output], size) if last else hidden, partial=True)
+        norm_and_matmul(layer.post_attention_layernorm, gate_up, hidden, residual, gated, partial=True)
+        activation_and_matmul(down, gated, Rows(slots[self.last_output], size) if last else hidden)
 
-    def _add_sum_and_norm(self, module: Any, hidden: Rows, residual: Rows, out: Rows | None = None) -> None:
-        """Append what follows a row-parallel layer: the ranks' sum, the residual's, and a norm (into ``hidden``)."""
+    def _add_sum_and_norm(self, module: Any, hidden: Rows, residual: Rows, out: Rows) -> None:
+        """Append what follows a row-parallel layer: the ranks' sum of ``hidden``, the residual's, and a norm."""
         dtype, tokens = self.buffers.dtype, self.slots["tokens"]
-        out = hidden if out is None else out
         if self.ranks.add_all_reduce_norm(self.program, module, dtype, tokens, hidden.base, out, residual):
             return
         self.ranks.add_all_reduce(self.program, dtype, tokens, module.weight.shape[0], hidden.base)
@@ -392,10 +446,15 @@ class Step:
         program.set(slots["tokens"], tokens)
         program.set(slots["positions"], positions.data_ptr())
         program.set(slots["out"], out.data_ptr())
-        for name in ("hidden", "qkv", "attention", "gate_up", "workspace"):
+        for name in ("hidden", "qkv", "attention", "gate_up", "workspace", "quantized"):
             program.set(slots[name], addresses[name])
         for layer_name, group in self.groups.values():
             group.set(program, metadata[layer_name])
+
+
+def as_int8(linear: NativeLinear) -> NativeInt8Linear | None:
+    """The linear if its input may be handed over in quantized rows, else None."""
+    return cast(NativeInt8Linear, linear) if linear.quantization is not None else None
 
 
 def _linear_of(layer: Any) -> NativeLinear:

@@ -105,7 +105,10 @@ class PackedLinear:
         self._call.run()
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.n)
 
-    def program_workspace(self) -> int:
+    quantization: Any = None
+    """Programs hand its inputs over as they are."""
+
+    def program_workspace(self, rows: int) -> int:
         """Bytes of workspace that :meth:`add_to` wants, for any number of rows."""
         return int(self._workspace_bytes)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
+from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
 from vllm_arm_cpu.native.program import Program, Rows, Slot
 
@@ -149,6 +152,52 @@ def add_norm(
         args.num_heads, args.x_head_stride, args.out_head_stride = heads, size, size
     else:
         program.rows(args, "residual", residual, "residual_token_stride")
+
+
+@functools.cache
+def _int8_workspace(size: int) -> Callable[[int], int]:
+    nbytes = int(library.load().vac_rms_norm_int8_workspace_size(size, library.load().vac_max_threads()))
+    return lambda rows: nbytes
+
+
+def int8_workspace(module: Any) -> Callable[[int], int]:
+    """Number of rows -> bytes of workspace of :func:`add_norm_int8`; the same function for norms of the same size."""
+    return _int8_workspace(module.weight.shape[0])
+
+
+def add_norm_int8(
+    program: Program,
+    module: Any,
+    dtype: torch.dtype,
+    tokens: Slot,
+    x: Rows,
+    rows: Slot,
+    quantization: Any,
+    workspace: Slot,
+    residual: Rows | None = None,
+    normed: Rows | None = None,
+) -> None:
+    """Append what :func:`add_norm` with ``heads`` 1 does, its ``out`` quantized to ``rows`` as the INT8 GEMM wants it.
+
+    quantization: ``vac_int8_quantization``; normed: where the norm itself is to go, too.
+    """
+    weight = module.weight.data
+    args = program.op(
+        "vac_rms_norm_int8",
+        "vac_rms_norm_int8_args",
+        num_tokens=tokens,
+        hidden_size=weight.shape[0],
+        weight=weight,
+        rows=rows,
+        workspace=workspace,
+    )
+    args.quantization, args.eps = quantization, module.variance_epsilon
+    args.dtype, args.weight_dtype = DTYPES[dtype], DTYPES[weight.dtype]
+    program.rows(args, "x", x, "x_token_stride")
+    if residual is not None:
+        program.rows(args, "residual", residual, "residual_token_stride")
+    if normed is not None:
+        program.rows(args, "normed", normed, "normed_token_stride")
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ and the last ops of the same list.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -19,12 +19,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models import llama, qwen2, qwen3
 
 from vllm_arm_cpu.layers import decoder, norm
-from vllm_arm_cpu.layers.decoder import Hooks, Segment, Step, forward_of, same_code
+from vllm_arm_cpu.layers.decoder import Hooks, NativeLinear, Segment, Step, forward_of, same_code
 from vllm_arm_cpu.layers.embedding import ArmLogitsProcessor
 from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse
 from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.native.call import DTYPES
-from vllm_arm_cpu.native.program import Rows, Slot
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 
 _MODELS = (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM)
 
@@ -57,7 +57,7 @@ def misfit(model: Any) -> str | None:
         type(head) not in (ParallelLMHead, VocabParallelEmbedding)
         or type(head.quant_method) not in plain
         or not _divided(head, segments[0].ranks)
-        or not isinstance(_packed(head), PackedLinear)
+        or _native_head(head) is None
     ):
         return "its lm_head does not run on this package's kernels"
     if (
@@ -76,9 +76,30 @@ def _divided(embedding: Any, ranks: Ranks) -> bool:
     return bool(embedding.tp_size == ranks.world_size and embedding.shard_indices.num_added_elements_padded == 0)
 
 
-def _packed(head: Any) -> Any:
+class _NativeHead(NativeLinear, Protocol):
+    """A linear that writes FP32 as well."""
+
+    def add_to(
+        self,
+        program: Program,
+        rows: Slot,
+        x: Rows,
+        out: Rows,
+        bias: torch.Tensor | None,
+        workspace: Slot,
+        out_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+def _native_head(head: Any) -> _NativeHead | None:
     linear = head.__dict__.get("cpu_linear")
-    return linear.pack() if isinstance(linear, PackOnFirstUse) else linear
+    if isinstance(linear, PackOnFirstUse):
+        linear = linear.pack()
+    if isinstance(linear, PackedLinear):
+        return linear
+    # One in INT8 (VAC_LM_HEAD) has it as a quantized layer does.
+    native: _NativeHead | None = getattr(linear, "native_linear", None)
+    return native
 
 
 class _ModelStep(Step):
@@ -110,11 +131,12 @@ class _ModelStep(Step):
         self.ranks.add_all_reduce(self.program, self.buffers.dtype, tokens, size, self.slots["x"])
 
     def _end(self, size: int) -> None:
-        module, slots, head = self._model.model.norm, self.slots, _packed(self._model.lm_head)
+        module, slots, head = self._model.model.norm, self.slots, _native_head(self._model.lm_head)
+        assert head is not None
         hidden, out, residual = (Rows(slots[name], size) for name in ("hidden", "out", "residual"))
         self._add_sum_and_norm(module, hidden, residual, out)
         self.without_logits = self.program.pending
-        self.buffers.want_workspace(head.program_workspace())
+        self.buffers.want_bytes("workspace", head.program_workspace)
         logits = Rows(self.logits if self.ranks.world_size == 1 else self.shard, head.n)
         head.add_to(self.program, slots["tokens"], out, logits, None, slots["workspace"], torch.float32)
         if self.ranks.world_size > 1:
@@ -130,8 +152,10 @@ class WholeModel:
         self._hooks = Hooks([model])
         self._size: int = model.model.norm.weight.shape[0]
         self._vocab: int = model.logits_processor.org_vocab_size
+        head = _native_head(model.lm_head)
+        assert head is not None
         self._ranks = self._segment.ranks
-        self._shard_columns: int = _packed(model.lm_head).n
+        self._shard_columns: int = head.n
         self._columns = self._shard_columns * self._ranks.world_size
         # This rank's logits, before all ranks' stand side by side; not for one rank.
         self._shard = torch.empty(0, dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm_arm_cpu.layers import linear, linear_tuner
 from vllm_arm_cpu.layers.linear_candidates import register_handle
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, as_rows, ffi
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 
 MAX_ROWS = 1024
 """Rows of one run of the kernels: bounds the scratch memory, and is many enough to read the weight for."""
@@ -71,6 +73,19 @@ class QuantizedLinear(ABC):
             )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.n)
 
+    @property
+    def quantization(self) -> Any:
+        """``vac_int8_quantization`` of inputs that may come in quantized rows; None where they may not."""
+        return None
+
+    @abstractmethod
+    def program_workspace(self, rows: int) -> int:
+        """Bytes of workspace that :meth:`add_ops` wants for so many rows and fewer."""
+
+    @abstractmethod
+    def add_ops(self, program: Program, given: ProgramOperands) -> None:
+        """Append the ops that multiply ``given.x`` by the weight."""
+
     @abstractmethod
     def _set(self, dtype: int, out_dtype: int, lhs_stride: int, bias: torch.Tensor | None) -> None:
         """Set what all blocks of rows have in common; out has no gaps."""
@@ -87,14 +102,79 @@ class QuantizedLinear(ABC):
         return self._scratch_bytes[most]
 
 
+@dataclass(frozen=True)
+class ProgramOperands:
+    """What a linear layer is given inside a program.
+
+    Attributes:
+        dtype: of x.
+        out_dtype: of out.
+        rows: how many.
+        x: [rows, K].
+        out: [rows, N].
+        bias: [N] or None.
+        workspace: as :meth:`QuantizedLinear.program_workspace` says.
+    """
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    rows: Slot
+    x: Rows
+    out: Rows
+    bias: torch.Tensor | None
+    workspace: Slot
+
+
+class NativeQuantizedLinear:
+    """A packed weight as the programs of a model of one dtype know it: ``NativeLinear`` of ``layers/decoder.py``."""
+
+    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
+        self._linear = linear
+        self.n, self.k, self.dtype = linear.n, linear.k, dtype
+
+    @property
+    def quantization(self) -> Any:
+        """``vac_int8_quantization`` of inputs that may come in quantized rows; None where they may not."""
+        return self._linear.quantization
+
+    def program_workspace(self, rows: int) -> int:
+        """Bytes of workspace that the ops want for so many rows and fewer."""
+        return self._linear.program_workspace(rows)
+
+    def add_to(
+        self,
+        program: Program,
+        rows: Slot,
+        x: Rows,
+        out: Rows,
+        bias: torch.Tensor | None,
+        workspace: Slot,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Append the ops for ``out = x @ weight.T + bias``; out is of ``dtype`` as x is, or of ``out_dtype``."""
+        operands = ProgramOperands(self.dtype, out_dtype or self.dtype, rows, x, out, bias, workspace)
+        self._linear.add_ops(program, operands)
+
+
 def name_of(layer: torch.nn.Module) -> str:
     """The layer's name in the model, for errors and graphs."""
     return getattr(layer, "prefix", "") or type(layer).__name__
 
 
-def assign(layer: torch.nn.Module, made: Any, shape: linear_tuner.Shape, choice: linear_tuner.Choice) -> None:
-    """Give a layer its packed weights (with ``nbytes``), where the table of kernels finds them, too."""
+def assign(
+    layer: torch.nn.Module,
+    made: Any,
+    shape: linear_tuner.Shape,
+    choice: linear_tuner.Choice,
+    native: NativeQuantizedLinear | None = None,
+) -> None:
+    """Give a layer its packed weights (with ``nbytes``), where the table of kernels finds them, too.
+
+    native: what multiplies by them in programs.
+    """
     layer.cpu_linear, layer.vac_choice = made, (shape, choice)
+    if native is not None:
+        layer.native_linear = native
 
 
 def release(layer: torch.nn.Module, *parameters: str) -> None:

@@ -24,8 +24,16 @@ from vllm_arm_cpu.layers import linear
 from vllm_arm_cpu.layers.linear_tuner import ChoiceCache, LinearKernelError, Shape, Tuner
 from vllm_arm_cpu.native import kleidiai, library
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer, scratch
+from vllm_arm_cpu.native.program import Program
 from vllm_arm_cpu.quantization import formats
-from vllm_arm_cpu.quantization.packed import QuantizedLinear, assign, name_of, release
+from vllm_arm_cpu.quantization.packed import (
+    NativeQuantizedLinear,
+    ProgramOperands,
+    QuantizedLinear,
+    assign,
+    name_of,
+    release,
+)
 from vllm_arm_cpu.runtime import memory
 
 ORDER = ("vac", "kleidiai")
@@ -178,6 +186,25 @@ class Int4Linear(QuantizedLinear):
     def _bytes(self, m: int) -> int:
         return int(self._workspace_size(m, self.n, self.k, self.group, 0, self._threads))
 
+    def program_workspace(self, rows: int) -> int:
+        """The quantized rows are in it."""
+        return self._bytes(rows)
+
+    def add_ops(self, program: Program, given: ProgramOperands) -> None:
+        """Append quantization, if there is any, and product."""
+        names = ("vac_int4_w4a8_quantize", "vac_int4_w4a8") if self.rounds_activations else ("vac_int4_w4a16",)
+        for name in names:
+            args = program.op(
+                name, "vac_int4_gemm_args", m=given.rows, bias=given.bias, workspace=given.workspace, lhs_quantized=1
+            )
+            args.dtype, args.out_dtype = DTYPES[given.dtype], DTYPES[given.out_dtype]
+            args.bias_dtype = DTYPES[torch.float32 if given.bias is None else given.bias.dtype]
+            args.scale_dtype, args.has_zero_points = DTYPES[self._scale_dtype], self._has_zero_points
+            args.n, args.k, args.group, args.rhs = self.n, self.k, self.group, pointer(self.packed)
+            program.rows(args, "lhs", given.x, "lhs_stride")
+            program.rows(args, "out", given.out, "out_stride")
+        program.keep(self.packed)
+
 
 class KleidiAILinear(QuantizedLinear):
     """A 4-bit weight in the layout of KleidiAI's kernels, which our driver runs.
@@ -236,6 +263,28 @@ class KleidiAILinear(QuantizedLinear):
 
     def _bytes(self, m: int) -> int:
         return int(library.load().vac_int4_kai_workspace_size(m, self.n, self.k, self.group, self._threads))
+
+    def program_workspace(self, rows: int) -> int:
+        """The packed activations are in it."""
+        return self._bytes(rows)
+
+    def add_ops(self, program: Program, given: ProgramOperands) -> None:
+        """Append the packing of the activations and the product.
+
+        Raises:
+            ValueError: a bias.
+        """
+        if given.bias is not None:
+            raise ValueError("KleidiAI's kernels take no bias after the weight was packed")
+        for name in ("vac_int4_kai_lhs_pack", "vac_int4_kai"):
+            args = program.op(name, "vac_int4_kai_args", m=given.rows, workspace=given.workspace, lhs_packed=1)
+            args.kai = kleidiai.table()
+            args.dtype, args.out_dtype = DTYPES[given.dtype], DTYPES[given.out_dtype]
+            args.n, args.k, args.group, args.rhs = self.n, self.k, self.group, pointer(self.packed)
+            program.rows(args, "lhs", given.x, "lhs_stride")
+            program.rows(args, "out", given.out, "out_stride")
+            program.keep(args.kai)
+        program.keep(self.packed)
 
 
 def refusals(weight: Int4Weight, has_bias: bool) -> dict[str, str]:
@@ -335,7 +384,8 @@ class ArmInt4LinearKernel(MPLinearKernel):
         refused = refusals(weight, getattr(layer, "bias", None) is not None)
         runner = functools.partial(_runner, weight=weight, dtype=self.config.act_type)
         choice = tuner.choose(name, shape, refused, runner)
-        assign(layer, make(choice.winner, weight, name), shape, choice)
+        made = make(choice.winner, weight, name)
+        assign(layer, made, shape, choice, NativeQuantizedLinear(made, self.config.act_type))
 
     def _values_name(self, layer: torch.nn.Module) -> str:
         # The parameter of compressed-tensors' W4A8 is the checkpoint's; vLLM gives it another name besides.

@@ -18,7 +18,15 @@ from vllm.platforms import PlatformEnum
 from vllm_arm_cpu.layers.linear_tuner import Choice, Shape
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer, scratch
-from vllm_arm_cpu.quantization.packed import QuantizedLinear, assign, name_of, release
+from vllm_arm_cpu.native.program import Program, Rows, Slot
+from vllm_arm_cpu.quantization.packed import (
+    NativeQuantizedLinear,
+    ProgramOperands,
+    QuantizedLinear,
+    assign,
+    name_of,
+    release,
+)
 from vllm_arm_cpu.runtime import memory
 
 ONLY = Choice("vac", {}, {}, "only one")
@@ -99,6 +107,48 @@ class Int8Linear(QuantizedLinear):
         args.packed = pointer(self.packed)
         pack.run()
 
+    @property
+    def quantization(self) -> Any:
+        """``vac_int8_quantization`` of inputs."""
+        return self._quantize.quantization
+
+    def _workspace(self) -> int:
+        """Bytes of workspace of the product, for any number of rows: it does not grow beyond a few hundred."""
+        return int(library.load().vac_int8_gemm_workspace_size(1 << 16, self.n, self.k, self._threads)) + 63 & ~63
+
+    def program_workspace(self, rows: int) -> int:
+        """The product's, and the quantized rows behind it."""
+        return self._workspace() + self.quantized_size(rows)
+
+    def quantized_size(self, rows: int) -> int:
+        """Bytes of so many quantized rows."""
+        return int(library.load().vac_int8_rows_size(rows, self.k))
+
+    def add_ops(self, program: Program, given: ProgramOperands) -> None:
+        """Append quantization and product."""
+        quantized = (given.workspace, self._workspace())
+        args = program.op("vac_int8_quantize_rows", "vac_int8_quantize_rows_args", m=given.rows, rows=quantized)
+        args.quantization, args.dtype, args.k = self.quantization, DTYPES[given.dtype], self.k
+        program.rows(args, "x", given.x, "x_stride")
+        self.add_product(program, given.rows, quantized, given.out, given.out_dtype, given.bias, given.workspace)
+
+    def add_product(
+        self,
+        program: Program,
+        rows: Slot,
+        quantized: Slot | tuple[Slot, int],
+        out: Rows,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        workspace: Slot,
+    ) -> None:
+        """Append the product of quantized rows."""
+        args = program.op("vac_int8_gemm", "vac_int8_gemm_args", m=rows, rows=quantized, bias=bias, workspace=workspace)
+        args.out_dtype, args.bias_dtype = DTYPES[out_dtype], DTYPES[torch.float32 if bias is None else bias.dtype]
+        args.n, args.k, args.rhs = self.n, self.k, pointer(self.packed)
+        program.keep(self.packed)
+        program.rows(args, "out", out, "out_stride")
+
     def _set(self, dtype: int, out_dtype: int, lhs_stride: int, bias: torch.Tensor | None) -> None:
         self._quantize.dtype, self._quantize.x_stride = dtype, lhs_stride
         self._gemm.out_dtype = out_dtype
@@ -128,6 +178,24 @@ class Int8Linear(QuantizedLinear):
         return int(lib.vac_int8_rows_size(m, self.k) + workspace)
 
 
+class NativeInt8Linear(NativeQuantizedLinear):
+    """One whose input may come in quantized rows: ``NativeInt8Linear`` of ``layers/decoder.py``."""
+
+    def __init__(self, linear: Int8Linear, dtype: torch.dtype) -> None:
+        super().__init__(linear, dtype)
+        self._int8 = linear
+
+    def quantized_size(self, rows: int) -> int:
+        """Bytes of so many quantized rows."""
+        return self._int8.quantized_size(rows)
+
+    def add_quantized_to(
+        self, program: Program, rows: Slot, quantized: Slot, out: Rows, bias: torch.Tensor | None, workspace: Slot
+    ) -> None:
+        """Append the product of rows that were quantized by ``quantization``."""
+        self._int8.add_product(program, rows, quantized, out, self.dtype, bias, workspace)
+
+
 class Int8Head:
     """An output layer in INT8, from a weight [N, K] of the model's dtype, which is not kept.
 
@@ -138,6 +206,7 @@ class Int8Head:
         self._linear = Int8Linear(*round_weight(weight), Activations(), name)
         self.nbytes = self._linear.nbytes
         self.logits = self._linear.logits
+        self.native_linear = NativeInt8Linear(self._linear, weight.dtype)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias``: x [..., K] -> [..., N] of x's dtype."""
@@ -202,7 +271,8 @@ class ArmInt8LinearKernel(Int8ScaledMMLinearKernel):
                 made = Int8Linear(values.data, scales.data.flatten(), activations, name_of(layer))
         except ValueError as error:
             raise ValueError(f"the linear layer {name_of(layer)}: {error}") from None
-        assign(layer, made, Shape("int8", made.n, made.k), ONLY)
+        native = NativeInt8Linear(made, layer.params_dtype)
+        assign(layer, made, Shape("int8", made.n, made.k), ONLY, native)
         release(layer, weight_name, scale_name)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
