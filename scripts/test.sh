@@ -60,9 +60,19 @@ emulation() {
 kernels_v2() { group kernels-v2 1200 bash -c 'on_arm neoverse-v2 tests/kernels'; }
 kernels_n1() { group kernels-n1 1200 bash -c 'on_arm neoverse-n1 tests/kernels'; }
 # Once beside vLLM's own compiled ops, where it has any, once with them blocked.
-integration_v2() {
+# In parts of about the same length.
+integration_files() {
     upstream_shim
-    group integration-v2 2700 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration'
+    FILES="${*:2}" group "$1" 2700 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS $FILES'
+}
+QUANTIZED=(tests/integration/test_{quantization,quantized_checkpoints,moe}.py)
+MODELS=(tests/integration/test_{models,features,images,encoder,whisper}.py)
+RANKS=(tests/integration/test_tensor_parallel.py)
+integration_quantized() { integration_files integration-quantized "${QUANTIZED[@]}"; }
+integration_models() { integration_files integration-models "${MODELS[@]}"; }
+integration_ranks() { integration_files integration-ranks "${RANKS[@]}"; }
+integration_rest() {
+    integration_files integration-v2 tests/integration "${QUANTIZED[@]/#/--ignore=}" "${MODELS[@]/#/--ignore=}" "${RANKS[@]/#/--ignore=}"
 }
 integration_n1() {
     # Of models and features what takes another path then.
@@ -108,20 +118,17 @@ e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 case "${1:?}" in
 unit | emulation | e2e | upstream | slow | soak) "$1" ;;
 kernels) kernels_v2; kernels_n1 ;;
-integration) integration_v2; integration_n1 ;;
+integration) integration_rest; integration_quantized; integration_models; integration_ranks; integration_n1 ;;
 fast) unit; kernels_v2; kernels_n1 ;;
 all)
     upstream_shim
-    # Two at a time, each half about as long.
-    { unit; integration_v2; } &
-    first=$!
-    e2e
-    integration_n1
-    emulation
-    kernels_v2
-    kernels_n1
-    upstream_attention
-    wait $first
+    # Two at a time, long ones first.
+    for part in e2e integration_rest integration_quantized integration_models integration_ranks kernels_v2 kernels_n1 \
+        integration_n1 emulation upstream_attention unit; do
+        [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
+        "$part" &
+    done
+    wait
     ;;
 *) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, upstream, slow, soak" ;;
 esac
