@@ -17,7 +17,8 @@ from tests.image.container import EMULATED, Container, ContainerServer, Image
 
 ROOT = Path(__file__).parents[2]
 COMPILERS = re.compile(
-    r"(.*-)?(gcc|g\+\+|c\+\+|cc|cpp|clang|clang\+\+|tcc|ld|ld\.\w+|lld|as|make|ninja|cmake|rustc|cargo)(-[\d.]+)?|cc1|cc1plus"
+    r"(.*-)?(gcc|g\+\+|c\+\+|cc|cpp|clang|clang\+\+|tcc|ld|ld\.(bfd|gold|lld)|lld|as|make|ninja|cmake|rustc|cargo)"
+    r"(-[\d.]+)?|cc1|cc1plus"
 )
 SIZE_LIMIT = 6.5
 """GiB: what vLLM and PyPI's torch take, and some room; the CUDA libraries that this torch wants are 2.9 of them."""
