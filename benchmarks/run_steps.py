@@ -66,7 +66,7 @@ def schedule_asynchronously() -> None:
         original(config)
         config.scheduler_config.async_scheduling = True
 
-    type(current_platform).check_and_update_config = check_and_update_config
+    type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
 
 
 def make_engine(model: str) -> Any:
