@@ -101,11 +101,16 @@ def test_sampler_ops() -> None:
     # The others are torch operations, for whatever platform.
     for name, own in (
         ("Sampler.sample", sampler.sample),
+        ("Sampler.apply_logits_processors", sampler.apply_logits_processors),
         ("Sampler.compute_logprobs", sampler.compute_logprobs),
         ("Sampler.gather_logprobs", sampler.gather_logprobs),
     ):
         assert upstream.parameters(name) == own_parameters(own)
         assert "current_platform" not in upstream.function(name)
+    # The mask of allowed tokens comes first.
+    processors = upstream.function("Sampler.apply_logits_processors")
+    masked = processors.index("logits.masked_fill_(sampling_metadata.allowed_token_ids_mask, float('-inf'))")
+    assert not re.search(r"apply_bad_words\(|processor\.apply|apply_penalties", processors[:masked])
     sample = upstream.function("Sampler.sample")
     assert "for processor in sampling_metadata.logitsprocs.argmax_invariant" in sample
     # What min-p leaves goes straight into the filters.

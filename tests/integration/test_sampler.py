@@ -185,6 +185,19 @@ def test_min_p_follows_the_distribution() -> None:
     assert statistic < degrees + 5 * (2 * degrees) ** 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_allowed_tokens_are_vllms(dtype: torch.dtype) -> None:
+    logits = logits_of(3, 32003, 9).to(dtype)
+    mask = torch.rand(3, 32003, generator=torch.Generator().manual_seed(10)) < 0.9
+    mask[1] = False
+    metadata = metadata_of(3, [], {})
+    metadata.allowed_token_ids_mask = mask
+    expected = sampler.upstream_processors(Sampler(), logits.clone(), metadata, False)
+    assert torch.equal(Sampler().apply_logits_processors(logits.clone(), metadata, False), expected)
+    assert metadata.allowed_token_ids_mask is mask
+    assert not torch.equal(expected, logits)
+
+
 def tokens_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,4 +1,4 @@
-"""Argmax, softmax, Gumbel sampling, the mask of min-p, top-k and top-p, penalties and logprobs."""
+"""Argmax, softmax, Gumbel sampling, the mask of min-p, top-k and top-p, allowed tokens, penalties and logprobs."""
 
 from __future__ import annotations
 
@@ -481,6 +481,29 @@ def test_min_p_of_odd_rows() -> None:
     assert np.flatnonzero(result[4] != -INF).tolist() == [7, 99, 300]
 
 
+@pytest.mark.parametrize("threads", THREADS)
+def test_fill_masked(threads: int) -> None:
+    """No byte of 16 set, some, all; NaN among what is replaced; nothing around the rows is touched."""
+    rng = np.random.default_rng(21)
+    for case, vocab in enumerate([*VOCABS, 16, 17, 4097]):
+        rows = 1 + case % 3
+        values = rng.standard_normal((rows, vocab)).astype(np.float32)
+        mask = (rng.random((rows, vocab)) < 0.3).astype(np.uint8) * np.uint8(255 if case % 2 else 1)
+        mask[:, vocab // 4 : vocab // 2] = 0
+        mask[:, 3 * vocab // 4 :] = 1
+        values[mask != 0] = np.where(rng.random((mask != 0).sum()) < 0.1, np.nan, 1.0)
+        memory, view, stride = rows_of(values, case % 3, bool(case % 2))
+        masks, _, mask_stride = rows_of(mask, case % 2, bool(case % 2))
+        args = ffi.new("vac_fill_masked_args *")
+        args.logits = ffi.cast("float *", pointer(memory.array))
+        args.mask = ffi.cast("uint8_t *", pointer(masks.array))
+        args.num_reqs, args.vocab_size = rows, vocab
+        args.row_stride, args.mask_row_stride = stride, mask_stride
+        run_ops(["fill_masked"], args, threads)
+        check_padding(memory, vocab, stride)
+        np.testing.assert_array_equal(view, np.where(mask != 0, -INF, values))
+
+
 def penalties(
     values: np.ndarray,
     factors: np.ndarray,
@@ -674,6 +697,7 @@ def test_no_rows_and_unknown_dtype_write_nothing() -> None:
         "softmax_rows",
         "gumbel_argmax",
         "top_k_top_p_mask",
+        "fill_masked",
         "penalties",
         "log_softmax_rows",
         "top_logprobs",

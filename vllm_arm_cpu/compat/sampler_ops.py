@@ -4,11 +4,11 @@ Replaces ``Sampler.greedy_sample`` and ``TopKTopPSampler.forward_cpu``: both
 call ``torch.ops._C`` on any CPU platform, without a hook, and fail where
 ``vllm._C`` is missing. Can go once vLLM dispatches them through the platform.
 
-Replaces ``MinPLogitsProcessor.apply`` (with ``Sampler.sample`` around it),
-``Sampler.compute_logprobs`` and ``gather_logprobs``, and ``apply_all_penalties``
-where the two samplers know it: torch operations on the whole vocabulary,
-millions of instructions for each token. Can go once vLLM lets a platform bring
-its own.
+Replaces ``MinPLogitsProcessor.apply`` (with ``Sampler.sample`` around it), the mask
+of allowed tokens in ``Sampler.apply_logits_processors``, ``compute_logprobs``
+and ``gather_logprobs``, and ``apply_all_penalties`` where the two samplers know
+it: torch operations on the whole vocabulary, millions of instructions for each
+token. Can go once vLLM lets a platform bring its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def apply() -> None:
     Sampler.greedy_sample = staticmethod(sampler.greedy_sample)
     TopKTopPSampler.forward_cpu = sampler.top_k_top_p_sample
     Sampler.sample = sampler.sample
+    Sampler.apply_logits_processors = sampler.apply_logits_processors
     MinPLogitsProcessor.apply = sampler.apply_min_p
     Sampler.compute_logprobs = staticmethod(sampler.compute_logprobs)
     Sampler.gather_logprobs = staticmethod(sampler.gather_logprobs)

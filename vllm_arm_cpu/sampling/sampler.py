@@ -21,11 +21,13 @@ ffi = library.ffi
 _argmax: Call | None = None
 _mask: Call | None = None
 _gumbel: Call | None = None
+_fill: Call | None = None
 _penalties: Call | None = None
 _log_softmax: Call | None = None
 _top: Call | None = None
 
 upstream_sample = Sampler.sample
+upstream_processors = Sampler.apply_logits_processors
 upstream_min_p = MinPLogitsProcessor.apply
 upstream_compute_logprobs = Sampler.compute_logprobs
 upstream_gather_logprobs = Sampler.gather_logprobs
@@ -172,6 +174,40 @@ def apply_min_p(self: MinPLogitsProcessor, logits: torch.Tensor) -> torch.Tensor
         return upstream_min_p(self, logits)
     mask_top_k_top_p(logits, None, None, self.min_p.view(-1))
     return logits
+
+
+def fill_masked(logits: torch.Tensor, mask: torch.Tensor) -> None:
+    """Set FP32 logits [requests, vocab] to -inf in place where a bool mask of the same shape says so."""
+    global _fill
+    if _fill is None:
+        _fill = Call(("vac_fill_masked", "vac_fill_masked_args"))
+    args = _fill.args[0]
+    args.logits, args.mask = ffi.cast("float *", logits.data_ptr()), ffi.cast("uint8_t *", mask.data_ptr())
+    args.num_reqs, args.vocab_size = logits.shape
+    args.row_stride, args.mask_row_stride = logits.stride(0), mask.stride(0)
+    _fill.run()
+
+
+def apply_logits_processors(
+    self: Sampler, logits: torch.Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool
+) -> torch.Tensor:
+    """``Sampler.apply_logits_processors``, its mask of allowed tokens by a kernel. Arguments and result are vLLM's."""
+    mask = sampling_metadata.allowed_token_ids_mask
+    is_native = (
+        mask is not None
+        and logits.dtype == torch.float32
+        and mask.shape == logits.shape
+        and mask.stride(1) == logits.stride(1) == 1
+    )
+    if mask is not None and is_native:
+        # It is the first thing that vLLM's function does.
+        fill_masked(logits, mask)
+        sampling_metadata.allowed_token_ids_mask = None
+    try:
+        processed: torch.Tensor = upstream_processors(self, logits, sampling_metadata, predict_bonus_token)
+        return processed
+    finally:
+        sampling_metadata.allowed_token_ids_mask = mask
 
 
 def apply_all_penalties(

@@ -106,6 +106,18 @@ typedef struct vac_top_k_top_p_mask_args {
 size_t vac_top_k_top_p_mask_workspace_size(int64_t vocab_size, int64_t num_workspaces);
 void vac_top_k_top_p_mask(const void *args, uint32_t thread_index, uint32_t thread_count);
 
+/* Sets to -inf, in place, the logits of tokens that are not allowed. */
+typedef struct vac_fill_masked_args {
+    float *logits;       /* [num_reqs, vocab_size], read and written */
+    const uint8_t *mask; /* [num_reqs, vocab_size], read: not 0 where the logit becomes -inf */
+    int64_t num_reqs;
+    int64_t vocab_size;
+    int64_t row_stride;
+    int64_t mask_row_stride;
+} vac_fill_masked_args;
+
+void vac_fill_masked(const void *args, uint32_t thread_index, uint32_t thread_count);
+
 /* Penalizes, in place, the logits of tokens that were there before. A token of the
  * prompt or the output: a positive logit is multiplied by 1 / repetition, another
  * (NaN included) by repetition. One of the output, that it holds count times: logit - frequency
