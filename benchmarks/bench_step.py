@@ -1,12 +1,13 @@
 """Count the instructions of a decode step of the whole engine process, ours and vLLM's own, and print one table.
 
-    bench_step.py --root ROOT --site SITE --packages PACKAGES --output FILE [--no-peer] [--top N]
+    bench_step.py --root ROOT --site SITE --packages PACKAGES --output FILE [--weights KIND ...] [--no-peer] [--top N]
         [--async-scheduling]
 
 Two tiny Llama models that differ in their number of layers run in an engine
 inside one process, on one thread; a layer's share is the difference between
 the two, the fixed share what is left. Instructions are told apart by the
-library and symbol they lie in. The output is a JSON object: side -> sequences
+library and symbol they lie in. --weights bf16 w8a8 w4a8: models of each kind; the sides of quantized ones are named
+``ours_w8a8`` and so on. The output is a JSON object: side -> sequences
 -> {"fixed": n, "per_layer": n, "per_layer_outside_gemv": n, "families":
 {name: {"fixed": n, "per_layer": n}}}; "ours" and "upstream_eager" also have
 the figures of one sequence at their top.
@@ -47,7 +48,11 @@ FAMILIES = (
 )
 GEMV = "GEMV"
 # Symbols (or, for our own, source files) of kernels that multiply by a weight.
-GEMV_SYMBOLS = re.compile(r"gemm|gemv|brgemm|arm_compute::cpu::kernels", re.I)
+# What rounds activations for a product is none of it, whatever file it lies in.
+GEMV_SYMBOLS = re.compile(
+    r"^(?!int4_.*(quantize|lhs_pack)).*(gemm|gemv|brgemm|arm_compute::cpu::kernels|^int4_(w4a8|w4a16|kai)\.tier\.cc)",
+    re.I,
+)
 
 
 class Symbols:
@@ -105,10 +110,12 @@ class Places:
         return family, symbol
 
 
-def measure(side: str, root: str, environ: dict[str, str], top: int, options: list[str]) -> dict[int, dict[str, Any]]:
-    """Sequences -> figures of one side."""
+def measure(
+    side: str, kind: str, root: str, environ: dict[str, str], top: int, options: list[str]
+) -> dict[int, dict[str, Any]]:
+    """Sequences -> figures of one side with one kind of weights."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [f"{root}/usr/bin/python3", str(HERE / "run_steps.py"), side, directory, *options]
+        command = [f"{root}/usr/bin/python3", str(HERE / "run_steps.py"), side, directory, kind, *options]
         settings = {
             "QEMU_CPU": QEMU_CPU,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -118,6 +125,7 @@ def measure(side: str, root: str, environ: dict[str, str], top: int, options: li
             "OMP_NUM_THREADS": "1",
             "HOME": directory,
             "VAC_LINEAR": "vac",
+            "VAC_INT4_KERNEL": "vac",
             "VAC_THREADS": "1",
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VAC_")}
@@ -151,7 +159,7 @@ def measure(side: str, root: str, environ: dict[str, str], top: int, options: li
             few_symbols, many_symbols = symbols[sequences, few], symbols[sequences, many]
             each = {name: _split(few_symbols[name], many_symbols[name], few, many) for name in many_symbols}
             for share in ("fixed", "per_layer"):
-                print(f"{side}, {sequences} sequences, {share}:")
+                print(f"{side} {kind}, {sequences} sequences, {share}:")
                 for (family, symbol), value in sorted(each.items(), key=lambda item: -item[1][share])[:top]:
                     print(f"  {value[share]:12,d}  {family}: {symbol[:110]}")
     return result
@@ -187,6 +195,7 @@ def main() -> None:
     parser.add_argument("--site", required=True, help="where our wheel is installed")
     parser.add_argument("--packages", required=True, help="the Arm root's site-packages, with numpy, torch and vllm")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--weights", nargs="+", choices=("bf16", "w8a8", "w4a8"), default=["bf16"])
     parser.add_argument("--no-peer", action="store_true", help="leave upstream out")
     parser.add_argument("--only-peer", action="store_true", help="leave ours out")
     parser.add_argument("--top", type=int, default=0, help="also print the N symbols with most instructions")
@@ -204,10 +213,14 @@ def main() -> None:
             "VLLM_TARGET_DEVICE": "cpu",
         }
         runs = {}
-        if not args.only_peer:
-            runs["ours"] = pool.submit(measure, "ours", args.root, ours, args.top, options)
-        if not args.no_peer:
-            runs["upstream_eager"] = pool.submit(measure, "upstream", args.root, peer, args.top, options)
+        for kind in args.weights:
+            suffix = "" if kind == "bf16" else f"_{kind}"
+            if not args.only_peer:
+                runs[f"ours{suffix}"] = pool.submit(measure, "ours", kind, args.root, ours, args.top, options)
+            if not args.no_peer:
+                runs[f"upstream_eager{suffix}"] = pool.submit(
+                    measure, "upstream", kind, args.root, peer, args.top, options
+                )
         results = {side: run.result() for side, run in runs.items()}
     written = {
         side: {key: value for key, value in figures[1].items() if key != "families"} | {"sequences": figures}

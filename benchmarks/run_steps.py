@@ -1,6 +1,6 @@
 """Run decode steps of tiny random Llama models, with a region of interest around them (aarch64, under the cost plugin).
 
-    run_steps.py ours | upstream SCRATCH_DIRECTORY [--async-scheduling]
+    run_steps.py ours | upstream SCRATCH_DIRECTORY [bf16 | w8a8 | w4a8] [--async-scheduling]
 
 Prints a JSON line per region: layers and sequences of the engine, steps in
 the region; and at the end one with the process's executable mappings.
@@ -26,8 +26,15 @@ PROMPT, WARMUP, STEPS = 20, 8, 16
 sequence gets one new block."""
 
 
-def checkpoint(directory: Path, layers: int) -> str:
-    """A Llama checkpoint without weights: the engine makes them."""
+# Of compressed-tensors: weights by output channel or by group, activations by token.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "w8a8": {"num_bits": 8, "strategy": "channel"},
+    "w4a8": {"num_bits": 4, "strategy": "group", "group_size": 128},
+}
+
+
+def checkpoint(directory: Path, layers: int, kind: str) -> str:
+    """A Llama checkpoint without weights: the engine makes them. kind: ``bf16`` or one of ``WEIGHTS``."""
     from transformers import LlamaConfig
 
     path = directory / f"llama-{layers}"
@@ -43,7 +50,33 @@ def checkpoint(directory: Path, layers: int) -> str:
         tie_word_embeddings=False,
         dtype="bfloat16",
     ).save_pretrained(path)
+    if kind != "bf16":
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization(kind)}))
     return str(path)
+
+
+def quantization(kind: str) -> dict[str, Any]:
+    """As a checkpoint's configuration has it."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "int", "symmetric": True, **WEIGHTS[kind]},
+                "input_activations": {
+                    "type": "int",
+                    "num_bits": 8,
+                    "symmetric": True,
+                    "strategy": "token",
+                    "dynamic": True,
+                },
+            }
+        },
+    }
 
 
 def prepare_upstream() -> None:
@@ -126,14 +159,14 @@ def mappings() -> list[tuple[int, int, int, str]]:
     return found
 
 
-def main(side: str, directory: Path, *options: str) -> None:
+def main(side: str, directory: Path, kind: str = "bf16", *options: str) -> None:
     if side == "upstream":
         prepare_upstream()
     is_async = "--async-scheduling" in options
     if is_async:
         schedule_asynchronously()
     for layers in LAYERS:
-        llm = make_engine(checkpoint(directory, layers))
+        llm = make_engine(checkpoint(directory, layers, kind))
         from vllm.platforms import current_platform
 
         platform = type(current_platform).__name__
