@@ -33,6 +33,7 @@ HEADERS = {
     "numa.h",
     "quant_int4.h",
     "quant_int8.h",
+    "recurrent.h",
     "sampling.h",
     "step.h",
     "threads.h",

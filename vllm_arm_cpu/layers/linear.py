@@ -23,6 +23,7 @@ from vllm_arm_cpu.layers import linear_tuner as tuner
 from vllm_arm_cpu.layers.linear_candidates import LinearCall, OneDnnLinear, PackedLinear
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES
+from vllm_arm_cpu.platform import upstream_ops_available
 from vllm_arm_cpu.runtime import cpu, pages
 
 __all__ = [
@@ -55,13 +56,15 @@ def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     if "vac_packed" in weight.__dict__:
         _join(layer)
     elif weight.is_meta or weight.ndim != 2:
-        # A missing pipeline stage, or a convolution or expert weight.
+        # A missing pipeline stage, or a convolution or expert weight: who uses one knows how.
         assert upstream_dispatch is not None
-        upstream_dispatch(layer, remove_weight)
+        if weight.is_meta or upstream_ops_available():
+            upstream_dispatch(layer, remove_weight)
     elif "cpu_linear" in layer.__dict__:
         _load_again(layer)
     elif remove_weight:
-        _assign([layer], looked_up=False)
+        # Latent attention takes this one apart afterwards: it must be possible to read it back.
+        _assign([layer], looked_up=getattr(layer, "prefix", "").endswith("kv_b_proj"))
     else:
         sharing = share_weight(layer)
         layer.cpu_linear = PackOnFirstUse(layer)
