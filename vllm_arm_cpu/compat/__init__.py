@@ -9,11 +9,20 @@ from __future__ import annotations
 
 def apply() -> None:
     """Apply every patch; calling it again changes nothing."""
-    from vllm_arm_cpu.compat import awq_layout, int4_parameters, linear_dispatch, moe_methods, queue_wait, sampler_ops
+    from vllm_arm_cpu.compat import (
+        awq_layout,
+        int4_parameters,
+        linear_dispatch,
+        mla_weights,
+        moe_methods,
+        queue_wait,
+        sampler_ops,
+    )
 
     awq_layout.apply()
     int4_parameters.apply()
     moe_methods.apply()
     linear_dispatch.apply()
+    mla_weights.apply()
     queue_wait.apply()
     sampler_ops.apply()
