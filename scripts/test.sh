@@ -79,7 +79,7 @@ integration_n1() {
     group integration-n1 1800 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 \
         tests/integration/test_generation.py tests/integration/test_features.py::test_speculative_decoding \
         "tests/integration/test_models.py::test_against_transformers[deepseek-v3]" \
-        "tests/integration/test_models.py::test_against_transformers[qwen3.5]"'
+        "tests/integration/test_models.py::test_refused"'
 }
 # vLLM's own tests, on our platform and kernels.
 upstream() {

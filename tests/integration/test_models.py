@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from tests.integration.engine import engine, worker
 from tests.integration.zoo import SIZES, ZOO, Entry, make
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl
-from vllm_arm_cpu.layers import decoder
+from vllm_arm_cpu.layers import decoder, recurrent
 from vllm_arm_cpu.layers.linear import PackedLinear
 from vllm_arm_cpu.layers.moe import DenseExperts
 from vllm_arm_cpu.platform import upstream_ops_available
@@ -40,12 +40,20 @@ def test_against_transformers(name: str, tmp_path: Path) -> None:
     entry = ZOO[name]
     reference = make(name, tmp_path)
     if entry.needs_upstream and not upstream_ops_available():
-        with pytest.raises(ValueError, match=entry.needs_upstream), engine(tmp_path, **SETTINGS):
-            pass
-        return
+        pytest.skip("needs vllm._C; test_refused has what happens without")
     with engine(tmp_path, **SETTINGS) as llm:
         check_path(llm, entry)
         compare(llm, reference, name)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.needs_upstream])
+def test_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``vllm._C`` the load ends with the first layer that needs it."""
+    monkeypatch.setattr(recurrent, "upstream_ops_available", lambda: False)
+    make(name, tmp_path)
+    refusal = rf"layers\.\d+\.\w+: {ZOO[name].needs_upstream} layers: .*vllm\._C is not loaded"
+    with pytest.raises(ValueError, match=refusal), engine(tmp_path, **SETTINGS):
+        pass
 
 
 def check_path(llm: LLM, entry: Entry) -> None:
@@ -67,6 +75,10 @@ def check_path(llm: LLM, entry: Entry) -> None:
             assert isinstance(module.cpu_linear, PackedLinear), path
         if isinstance(module, Attention):
             assert type(module.impl) is ArmAttentionImpl, path
+    nets = [
+        module._vac_net for module in model.modules() if isinstance(module, recurrent.ArmQwenGatedDeltaNetAttention)
+    ]
+    assert bool(nets) == bool(entry.recurrent) and None not in nets
     experts = [module.cpu_linear for module in model.modules() if hasattr(module, "w2_weight")]
     assert {type(made) for made in experts} == ({DenseExperts} if entry.experts else set())
 

@@ -40,6 +40,7 @@ class Entry:
         parts: what of it the test means, for the table.
         modules_because: why its decoder layers are no op lists (part of the reason), or None where all of them are.
         experts: whether it has experts.
+        recurrent: its layers that keep a state, which have kernels of ours.
         needs_upstream: the layers that only ``vllm._C`` has kernels for; without it they are refused with their name.
         latent: attention over latents: vLLM's kernels where ``vllm._C`` is there, else ours over whole heads.
         slow: not part of the normal suite.
@@ -53,6 +54,7 @@ class Entry:
     parts: str
     modules_because: str | None = None
     experts: bool = False
+    recurrent: str = ""
     needs_upstream: str = ""
     latent: bool = False
     slow: bool = False
@@ -189,7 +191,7 @@ ZOO: dict[str, Entry] = {
         plus_one=True,
         parts="gated delta nets, gated attention, rotary embedding of a part of a head",
         modules_because="is not of Llama's family",
-        needs_upstream="gated delta net",
+        recurrent="gated delta nets",
     ),
     "gemma3": Entry(
         "Gemma 3 (text)",
@@ -235,6 +237,20 @@ ZOO: dict[str, Entry] = {
         parts="multipliers of embedding, residual, attention and logits",
         modules_because="is not of Llama's family",
         slow=True,
+    ),
+    "granite4": Entry(
+        "Granite 4 (hybrid)",
+        _make(
+            "GraniteMoeHybridConfig", layer_types=["mamba", "attention"], num_local_experts=0, num_experts_per_tok=0,
+            shared_intermediate_size=384, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_n_groups=1,
+            mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=64, position_embedding_type="nope",
+            embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=1 / 64,
+        ),
+        parts="Mamba 2 layers, attention without positions",
+        modules_because="is not of Llama's family",
+        needs_upstream="Mamba 2",
+        slow=True,
+        head_scale=8.0,
     ),
     "deepseek-v2": Entry(
         "DeepSeek-V2(-Lite)",
@@ -312,6 +328,8 @@ def table() -> str:
         attention, without = "ours", "the same"
         if entry.latent:
             attention, without = "vLLM's, over latents", "ours, over whole heads"
+        if entry.recurrent:
+            attention = f"ours; {entry.recurrent}: ours"
         if entry.needs_upstream:
             attention = f"ours; {entry.needs_upstream} layers: vLLM's"
             without = f"refused: {entry.needs_upstream} layers have no kernel"

@@ -20,6 +20,6 @@ def test_table() -> None:
 def test_some_of_every_kind_are_in_the_normal_suite() -> None:
     """What differs in its path is tested in every run, not only in the slow one."""
     fast = [entry for entry in zoo.ZOO.values() if not entry.slow]
-    for wanted in ("experts", "latent", "needs_upstream", "modules_because", "plus_one", "quantize"):
+    for wanted in ("experts", "latent", "recurrent", "modules_because", "plus_one", "quantize"):
         assert any(getattr(entry, wanted) for entry in fast), wanted
     assert any(entry.modules_because is None for entry in fast)
