@@ -176,11 +176,17 @@ class ArmCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Native implementations in the place of Triton kernels."""
+        """Native implementations in the place of Triton kernels, once in a process.
+
+        Registering looks through the names of all modules, and stumbles over llvmlite's, which n-gram drafts import:
+        the next engine in the process would not start.
+        """
         from vllm.triton_utils import HAS_TRITON
 
         from vllm_arm_cpu.compat import speculative_kernels, triton_kernels
 
+        if triton_kernels.registered():
+            return
         triton_kernels.prepare()
         if not upstream_ops_available():
             speculative_kernels.prepare()

@@ -120,6 +120,7 @@ def test_chat(tmp_path: Path) -> None:
     assert float(np.median(differences)) < 0.05
 
 
+@pytest.mark.slow
 def test_too_many_images(tmp_path: Path) -> None:
     """One more than allowed is refused, and the engine goes on."""
     save_checkpoint(tmp_path)

@@ -117,6 +117,7 @@ ZOO: dict[str, Entry] = {
         "Llama 3, 3.1, 3.2, 3.3",
         _make("LlamaConfig", rope_parameters=_LLAMA3_ROPE),
         parts="rotary embedding scaled as Llama 3.1's",
+        slow=True,
     ),
     "llama4": Entry(
         "Llama 4 (text)",
@@ -134,6 +135,7 @@ ZOO: dict[str, Entry] = {
         "Mistral 7B v0.3, Nemo, Small",
         _make("MistralConfig", head_dim=128, sliding_window=None),
         parts="heads that are wider than hidden size / heads",
+        slow=True,
     ),
     "ministral3": Entry(
         "Ministral 3",
@@ -209,14 +211,14 @@ ZOO: dict[str, Entry] = {
     ),
     "phi3": Entry(
         "Phi-3, Phi-4",
-        _make("Phi3Config", sliding_window=None),
+        _make("Phi3Config", sliding_window=None, pad_token_id=0),
         parts="weights of q, k and v in one, gate and up in one",
         slow=True,
     ),
     "phi4-mini": Entry(
         "Phi-4-mini, Phi-3.5-mini",
         _make(
-            "Phi3Config", tie_word_embeddings=True, original_max_position_embeddings=4,
+            "Phi3Config", pad_token_id=0, tie_word_embeddings=True, original_max_position_embeddings=4,
             # transformers takes the long factors for sequences beyond this length, vLLM for models that allow them.
             rope_parameters={
                 "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,

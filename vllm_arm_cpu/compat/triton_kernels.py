@@ -7,7 +7,7 @@ is registered there. The signatures are those of the Triton kernels.
 from __future__ import annotations
 
 import torch
-from vllm.triton_utils.dispatcher import register_kernels
+from vllm.triton_utils import dispatcher
 from vllm.utils import cpu_triton_utils
 
 from vllm_arm_cpu.attention import kv_cache
@@ -49,6 +49,14 @@ def prepare() -> None:
     cpu_triton_utils._compute_slot_mapping_kernel_impl = compute_slot_mapping
 
 
+_NAME = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+
+
+def registered() -> bool:
+    """Whether this process has our function in the place of the Triton kernel already."""
+    return _NAME in dispatcher._registry
+
+
 def register() -> None:
     """Register where upstream does not: with Triton installed it leaves its kernels in place."""
-    register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": compute_slot_mapping})
+    dispatcher.register_kernels({_NAME: compute_slot_mapping})
