@@ -70,7 +70,7 @@ build() {
 
 timed "base images" bases
 timed "docker/Dockerfile" build
-container=$(in_storage from --pull-never "$IMAGE")
+container=$(in_storage from --pull-never "$IMAGE" 2>>"$LOG")
 trap 'in_storage umount "$container" >/dev/null; in_storage rm "$container" >/dev/null' EXIT
 in_storage inspect --type image "$IMAGE" >"$BUILD/image.json"
 export VAC_TEST_IMAGE VAC_TEST_IMAGE_INSPECTED="$BUILD/image.json"
