@@ -31,7 +31,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     # On many cores it gets one in any case.
     frontend = {"VAC_FRONTEND_CORES": "1"} if len(os.sched_getaffinity(0)) > 1 else {}
     pair = (
-        Server(tmp_path_factory.mktemp("a"), environ, "--kv-cache-memory-bytes", str(16 << 20)),
+        Server(tmp_path_factory.mktemp("a"), environ, "--kv-cache-memory-bytes", str(8 << 20)),
         Server(tmp_path_factory.mktemp("b"), {**environ, **frontend, "LD_PRELOAD": library}),
     )
     try:

@@ -15,7 +15,7 @@ IDLE_SECONDS = 30
 # Of the API server little but uvicorn's clock runs, ten times a second: a twentieth of a percent on
 # a real core, near one under emulation.
 IDLE_SHARE = 0.02 if "VAC_EMULATED_CPU" in os.environ else 0.01
-STREAMS, TOKENS = 4, 40
+STREAMS, TOKENS = 4, 16
 
 
 def cpu_seconds(server: Server) -> dict[int, float]:

@@ -70,14 +70,15 @@ def sampling(rng: random.Random) -> dict[str, Any]:
 
 
 def request(rng: random.Random) -> Request:
-    """A random one: half of them streamed, some with a prefix that others share."""
-    prompt = [rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 4, 16, 40)) + rng.randrange(16))]
-    if rng.random() < 0.3:
-        prompt = rng.choice(GOLDEN)["prompt_token_ids"][:48] + prompt
+    """A random one: half of them streamed, some with a prefix that others share, most short: a token takes a tenth of
+    a second under emulation."""
+    prompt = [rng.randrange(3, VOCAB) for _ in range(1 + int(min(rng.expovariate(1 / 3), 60)))]
+    if rng.random() < 0.15:
+        prompt = rng.choice(GOLDEN)["prompt_token_ids"][:16] + prompt
     body: dict[str, Any] = {
         "model": MODEL_NAME,
         "prompt": prompt,
-        "max_tokens": rng.randrange(1, 17),
+        "max_tokens": 1 + int(min(rng.expovariate(1 / 2), 30)),
         "ignore_eos": rng.random() < 0.8,
         "return_token_ids": True,
         "stream": rng.random() < 0.5,
