@@ -29,10 +29,13 @@ def shared(world_size: int) -> Iterator[None]:
     class OneDeviceGroup(original):
         """A gloo group on the shared device; torch asks for its type, so a function would not do."""
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
             options = original._Options()
             options._devices = [device]
             options._timeout = timeout
+            # torch 2.14 has one more, by its name.
+            for name, value in others.items():
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OneDeviceGroup
