@@ -20,7 +20,7 @@ MODEL ?= examples/tiny-llama
 PROMPT ?= In the beginning
 
 .PHONY: help env shell libs wheel sdist install demo doctor test test-fast test-unit test-kernels test-integration \
-	test-e2e test-upstream test-slow soak image-test bench-cost bench-step bench-sampler lint format clean
+	test-e2e test-numa test-upstream test-slow soak image-test bench-cost bench-step bench-sampler lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -74,6 +74,9 @@ test-integration: install ## vLLM in one process, on both tiers
 
 test-e2e: install ## vllm serve over HTTP
 	@scripts/test.sh e2e
+
+test-numa: install ## ranks on emulated machines with two and four NUMA nodes
+	@scripts/test.sh numa
 
 test-upstream: install ## vLLM's own tests on our platform
 	@scripts/test.sh upstream

@@ -39,6 +39,7 @@ CACHE="${VAC_ENV_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vllm-arm-cpu}"
 ENVIRONMENT="$CACHE/$(env_key)"
 # In a container that builds an image, the root and the venv are the container's own.
 ROOT="${VAC_ENV_ROOT:-$ENVIRONMENT/root}"  # the Arm root file system (x86-64 only)
+KERNEL="$ENVIRONMENT/kernel"               # Debian's for arm64, for the emulated NUMA machine
 TOOLS="$ENVIRONMENT/tools"                 # Python tools that run on this machine
 BUILD="$PROJECT/build"
 SITE="$BUILD/site"                         # this clone's wheel, installed

@@ -5,6 +5,7 @@
 #
 #   scripts/env.sh            prepare
 #   scripts/env.sh path       print the environment's folder
+#   scripts/env.sh numa       prepare, and what emulates a machine of several NUMA nodes too
 #
 # VLLM=0.33 in the environment: an environment of its own for that version.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -12,6 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 STAMPS="$ENVIRONMENT/stamps"
 LOG="$ENVIRONMENT/log"
 NEEDED_GIB=9
+AGAIN="make env"
 
 # step NAME INPUT FUNCTION: run FUNCTION unless NAME's stamp says it was done
 # with the same INPUT; print one line with its time.
@@ -40,9 +42,9 @@ explain() {
     if grep -qiE 'no space left' "$LOG"; then
         fail "the disk is full" "free space under $CACHE, or set VAC_ENV_CACHE to a folder with $NEEDED_GIB GiB free"
     elif grep -qiE 'temporary failure|could not resolve|name or service|network is unreachable|connection (refused|timed out)|failed to (fetch|connect)|dns error' "$LOG"; then
-        fail "$1: the network cannot be reached" "check the connection and the proxy settings of apt and pip, then run 'make env' again: it goes on where it stopped"
+        fail "$1: the network cannot be reached" "check the connection and the proxy settings of apt and pip, then run '$AGAIN' again: it goes on where it stopped"
     fi
-    fail "$1 failed; the whole output is in $LOG" "mend what it says and run 'make env' again: it goes on where it stopped"
+    fail "$1 failed; the whole output is in $LOG" "mend what it says and run '$AGAIN' again: it goes on where it stopped"
 }
 
 check_machine() {
@@ -73,23 +75,33 @@ check_machine() {
     fi
 }
 
+# What only the emulated NUMA machine needs: of this machine, and of Debian's for Arm. Its modules stand in the order
+# in which they need each other; those that are missing are built in.
+NUMA_PACKAGES="qemu-system-arm mmdebstrap cpio gcc"
+KERNEL_PACKAGES=linux-image-arm64,busybox-static
+KERNEL_MODULES="virtio virtio_ring virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci netfs fscache 9pnet 9pnet_virtio 9p overlay"
 HOST_PACKAGES="qemu-user qemu-user-static mmdebstrap clang-19 lld-19 llvm-19 clang-format-19 gcc make gcc-aarch64-linux-gnu g++-aarch64-linux-gnu xz-utils dpkg-dev python3-venv util-linux debian-archive-keyring ca-certificates"
 
 missing_packages() {
     local package
-    for package in $HOST_PACKAGES; do
+    for package in "$@"; do
         # qemu-user-static is a virtual package on Debian 13, where qemu-user provides it.
         dpkg-query -W -f '${Status}\n' "$package" 2>/dev/null | grep -q '^install ok installed' || printf '%s ' "$package"
     done
 }
 
 install_packages() {
-    [ -n "$(missing_packages)" ] || return 0
+    local missing
+    read -ra missing < <(missing_packages "$@"; echo)
+    [ ${#missing[@]} -gt 0 ] || return 0
     export DEBIAN_FRONTEND=noninteractive
     apt-get update
-    # shellcheck disable=SC2046
-    apt-get install -y --no-install-recommends $(missing_packages)
+    apt-get install -y --no-install-recommends "${missing[@]}"
 }
+# shellcheck disable=SC2086
+install_host_packages() { install_packages $HOST_PACKAGES; }
+# shellcheck disable=SC2086
+install_numa_packages() { install_packages $NUMA_PACKAGES; }
 
 install() { "$PROJECT/scripts/install_vllm.sh" "$@"; }
 make_tools() { install tools; }
@@ -151,6 +163,26 @@ compile_bytecode() {
     install bytecode vllm torch transformers numpy pydantic openai anthropic fastapi sympy numba llvmlite aiohttp mcp
 }
 
+# Debian's arm64 kernel, and a first file system that mounts what the emulator shares.
+make_kernel() {
+    local unpacked="$ENVIRONMENT/kernel.unpacked" new="$ENVIRONMENT/kernel.new" module file
+    rm -rf "$unpacked" "$new"
+    mmdebstrap --arch=arm64 --variant=extract --include="$KERNEL_PACKAGES" "$GUEST_SUITE" "$unpacked"
+    mkdir -p "$new" "$new/initrd"/{bin,dev,modules,proc,root,sys}
+    cp "$unpacked"/boot/vmlinuz-* "$new/vmlinuz"
+    cp "$unpacked/bin/busybox" "$new/initrd/bin/"
+    for module in $KERNEL_MODULES; do
+        file=$(find "$unpacked/lib/modules" -name "$module.ko")
+        [ -n "$file" ] || continue
+        cp "$file" "$new/initrd/modules/"
+        echo "$module.ko" >>"$new/initrd/modules/order"
+    done
+    install -m 755 "$PROJECT/tests/numa/init" "$new/initrd/init"
+    (cd "$new/initrd" && find . | cpio --quiet -o -H newc | gzip -1) >"$new/initrd.gz"
+    rm -rf "$unpacked" "$new/initrd" "$KERNEL"
+    mv "$new" "$KERNEL"
+}
+
 if [ "${1:-}" = path ]; then echo "$ENVIRONMENT"; exit; fi
 check_machine
 mkdir -p "$STAMPS"
@@ -158,8 +190,9 @@ exec 9>"$ENVIRONMENT/lock"
 flock 9                                    # two clones may prepare the same environment at once
 lock_sum=$(sha256sum "$PROJECT/requirements/$REQUIREMENTS_LOCK" | cut -c1-16)
 if [ "$HOST_ARCH" = x86_64 ]; then
-    [ -z "$(missing_packages)" ] || rm -f "$STAMPS/packages_of_this_machine"
-    step "packages of this machine" "$HOST_PACKAGES" install_packages
+    # shellcheck disable=SC2086
+    [ -z "$(missing_packages $HOST_PACKAGES)" ] || rm -f "$STAMPS/packages_of_this_machine"
+    step "packages of this machine" "$HOST_PACKAGES" install_host_packages
 fi
 step "Python tools" "$(sha256sum "$PROJECT/requirements/tools.lock" | cut -c1-16)" make_tools
 if [ "$HOST_ARCH" = x86_64 ]; then
@@ -170,4 +203,14 @@ fi
 step "torch and other requirements" "$lock_sum" install_requirements
 step "vLLM" "$lock_sum $(cat "$PROJECT/requirements/$VLLM_LOCK" | sha256sum | cut -c1-16)" install_vllm
 [ "$HOST_ARCH" = aarch64 ] || step "bytecode" "$lock_sum" compile_bytecode
+if [ "${1:-}" = numa ]; then
+    AGAIN="make test-numa"
+    # shellcheck disable=SC2086
+    if [ -n "$(missing_packages $NUMA_PACKAGES)" ]; then
+        rm -f "$STAMPS/emulator_of_machines"
+        [ "$(id -u)" = 0 ] || fail "missing packages: $(missing_packages $NUMA_PACKAGES)" "install them, or run it as root"
+    fi
+    step "emulator of machines" "$NUMA_PACKAGES" install_numa_packages
+    step "Arm kernel" "$GUEST_SUITE $KERNEL_PACKAGES $KERNEL_MODULES $(sha256sum "$PROJECT/tests/numa/init" | cut -c1-16)" make_kernel
+fi
 printf 'env: ready in %s\n' "$ENVIRONMENT"

@@ -2,7 +2,7 @@
 # Runs the tests: what needs no Arm code on this machine, the rest on Arm, two
 # groups at a time. Each group has a time limit, a log in build/ and a line.
 #
-#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | upstream | slow | soak
+#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | numa | upstream | slow | soak
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$PROJECT"
@@ -113,10 +113,22 @@ upstream_shim() {
     [ ! -e "$BUILD/upstream-shim.so" ] || return 0
     echo 'void abort(void); void sbgemm_(void) { abort(); }' | "${compiler[@]}" -shared -fPIC -x c -o "$BUILD/upstream-shim.so" -
 }
+# Full-system emulation of the named machines; the only part that a machine may be unable to run.
+numa() {
+    local reason
+    reason=$(scripts/numa.sh missing)
+    if [ -n "$reason" ]; then
+        printf 'test: %-22s %-12s          %s\n' numa skipped "$reason"
+    else
+        group numa $((450 * $#)) scripts/numa.sh run "$@"
+    fi
+}
+numa_two() { numa two; }
 e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
 unit | emulation | e2e | upstream | slow | soak) "$1" ;;
+numa) numa two four ;;
 kernels) kernels_v2; kernels_n1 ;;
 integration) integration_rest; integration_quantized; integration_models; integration_ranks; integration_n1 ;;
 fast) unit; kernels_v2; kernels_n1 ;;
@@ -124,13 +136,13 @@ all)
     upstream_shim
     # Two at a time, long ones first.
     for part in e2e integration_rest integration_quantized integration_models integration_ranks kernels_v2 kernels_n1 \
-        integration_n1 emulation upstream_attention unit; do
+        integration_n1 emulation upstream_attention numa_two unit; do
         [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
         "$part" &
     done
     wait
     ;;
-*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, upstream, slow, soak" ;;
+*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, numa, upstream, slow, soak" ;;
 esac
 # The counts of all groups together, for those who read the last line only.
 count() { cat "$BUILD"/test-*.log | grep -oE "^=+ .*=+$|^[0-9]+ (passed|failed|skipped).*" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'; }
