@@ -75,9 +75,9 @@ integration_rest() {
     integration_files integration-v2 tests/integration "${QUANTIZED[@]/#/--ignore=}" "${MODELS[@]/#/--ignore=}" "${RANKS[@]/#/--ignore=}"
 }
 integration_n1() {
-    # Of models and features what takes another path then.
+    # Of the models what takes another path then.
     group integration-n1 1800 bash -c 'on_arm neoverse-n1 VAC_BLOCK_UPSTREAM_OPS=1 VAC_TEST_UPSTREAM_OPS=0 \
-        tests/integration/test_generation.py tests/integration/test_features.py::test_speculative_decoding \
+        tests/integration/test_generation.py \
         "tests/integration/test_models.py::test_against_transformers[deepseek-v3]" \
         "tests/integration/test_models.py::test_refused"'
 }

@@ -25,7 +25,8 @@ def outputs(llm: LLM, prompt: list[int], **parameters: Any) -> list[Any]:
     return list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs)
 
 
-@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.slow), "draft_model"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculative_decoding(method: str) -> None:
     """The golden tokens, whatever is drafted; some drafts are right, and all of a draft model that is the model."""
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}

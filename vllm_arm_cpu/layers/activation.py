@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.activation import FastGELU, GeluAndMul, NewGELU, QuickGELU, SiluAndMul
 
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, pointer
@@ -62,6 +62,25 @@ class ArmGeluAndMul(GeluAndMul):
         return activation_and_mul(x, "GELU_TANH" if self.approximate == "tanh" else "GELU")
 
 
+class _WithoutOperator(CustomOp):
+    """Activations that vLLM computes with torch on Arm, but only after it has found an operator in ``vllm._C``."""
+
+    def __init__(self) -> None:
+        CustomOp.__init__(self)
+
+
+class ArmNewGELU(_WithoutOperator, NewGELU):
+    """GPT-2's GELU."""
+
+
+class ArmFastGELU(_WithoutOperator, FastGELU):
+    """The same by another formula."""
+
+
+class ArmQuickGELU(_WithoutOperator, QuickGELU):
+    """CLIP's GELU."""
+
+
 def kind(module: Any) -> str | None:
     """The ``vac_activation`` of a gated activation layer, without its prefix; None where there is none."""
     if type(module) is ArmSiluAndMul:
@@ -110,6 +129,7 @@ def add_activation_int8(
 
 def register() -> None:
     """Put the classes in the place of vLLM's."""
-    for name, cls in (("SiluAndMul", ArmSiluAndMul), ("GeluAndMul", ArmGeluAndMul)):
+    for cls in (ArmSiluAndMul, ArmGeluAndMul, ArmNewGELU, ArmFastGELU, ArmQuickGELU):
+        name = cls.__name__.removeprefix("Arm")
         if name not in op_registry_oot:
             CustomOp.register_oot(cls, name=name)
