@@ -190,20 +190,6 @@ def test_triton_kernels() -> None:
     assert [parameter.removesuffix("_ptr") for parameter in kernel] == cpu.parameters(name)
 
 
-def test_mla_weights() -> None:
-    """Latent attention gets a weight by a function that looks at the layer's parameter."""
-    from vllm_arm_cpu.compat import mla_weights
-
-    attention = Source("model_executor/layers/attention/mla_attention.py")
-    name = "get_and_maybe_dequant_weights"
-    assert name in attention.imports()
-    assert f"{name}(kv_b_proj, " in attention.function("split_kv_b_proj")
-    assert "split_kv_b_proj(self.kv_b_proj, " in attention.function("MLAAttention.process_weights_after_loading")
-    utils = Source("model_executor/layers/quantization/utils/quant_utils.py")
-    assert "weight = get_attribute_fallback(layer, ['weight', 'qweight', 'weight_packed'])" in utils.function(name)
-    assert utils.parameters(name) == own_parameters(mla_weights.get_and_maybe_dequant_weights)
-
-
 def test_speculative_kernels() -> None:
     """Every kernel's stand-in calls ``vllm._C``, is registered under its name, and has our parameters."""
     from vllm_arm_cpu.compat import speculative_kernels

@@ -20,6 +20,7 @@ from vllm_arm_cpu.attention.backend import ArmAttentionImpl
 from vllm_arm_cpu.layers import decoder, recurrent
 from vllm_arm_cpu.layers.linear import PackedLinear
 from vllm_arm_cpu.layers.moe import DenseExperts
+from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.platform import upstream_ops_available
 
 NEW_TOKENS = 6
@@ -68,10 +69,12 @@ def check_path(llm: LLM, entry: Entry) -> None:
         assert in_lists == layers
     else:
         assert in_lists == []
-        reasons = {str(decoder.misfit(layer, torch.bfloat16)) for layer in layers}
+        reasons = {str(decoder.misfit(layer, torch.bfloat16, Ranks())) for layer in layers}
         assert all(entry.modules_because in reason for reason in reasons), reasons
     for path, module in model.named_modules():
-        if isinstance(module, LinearBase) and "conv1d" not in path:
+        # vLLM's latent attention wants one weight as it is.
+        kept = "conv1d" in path or getattr(module, "_cpu_skip_gemm_dispatch", False)
+        if isinstance(module, LinearBase) and not kept:
             assert isinstance(module.cpu_linear, PackedLinear), path
         if isinstance(module, Attention):
             assert type(module.impl) is ArmAttentionImpl, path

@@ -13,7 +13,6 @@ def apply() -> None:
         awq_layout,
         int4_parameters,
         linear_dispatch,
-        mla_weights,
         moe_methods,
         queue_wait,
         sampler_ops,
@@ -23,6 +22,5 @@ def apply() -> None:
     int4_parameters.apply()
     moe_methods.apply()
     linear_dispatch.apply()
-    mla_weights.apply()
     queue_wait.apply()
     sampler_ops.apply()

@@ -63,8 +63,7 @@ def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     elif "cpu_linear" in layer.__dict__:
         _load_again(layer)
     elif remove_weight:
-        # Latent attention takes this one apart afterwards: it must be possible to read it back.
-        _assign([layer], looked_up=getattr(layer, "prefix", "").endswith("kv_b_proj"))
+        _assign([layer], looked_up=False)
     else:
         sharing = share_weight(layer)
         layer.cpu_linear = PackOnFirstUse(layer)
