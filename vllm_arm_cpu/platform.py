@@ -91,8 +91,9 @@ class ArmCpuPlatform(CpuPlatform):
             ValueError: a block size that the attention kernels cannot use, or a
                 VAC_* variable that means nothing here.
         """
-        from vllm_arm_cpu.compat import engine_shutdown, frontend_cores
+        from vllm_arm_cpu.compat import engine_death, engine_shutdown, frontend_cores
 
+        engine_death.apply()
         engine_shutdown.apply()
         frontend_cores.apply()
         # Settings that cannot be used must end here, not in a worker minutes later.

@@ -24,6 +24,12 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
+def server(servers: tuple[Server, Server]) -> Server:
+    """The one that knows of tools."""
+    return servers[1]
+
+
+@pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0)
 

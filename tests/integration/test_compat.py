@@ -266,6 +266,20 @@ def test_moe_methods() -> None:
     assert "current_platform" not in oracle.function("_get_priority_backends"), "it asks the platform: is that a hook?"
 
 
+def test_engine_death() -> None:
+    """A server stops when its engine is gone, and nobody is told with what status it should end."""
+    launcher = Source("entrypoints/launchers/launcher.py")
+    assert "terminate_if_errored(server, engine)" in launcher.function("watchdog_loop")
+    check = launcher.function("terminate_if_errored")
+    assert "server.should_exit = True" in check and "exit(" not in check.replace("should_exit", "")
+    assert launcher.parameters("terminate_if_errored") == ["server", "engine"]
+    handler = Source("entrypoints/serve/exception_handling/handlers/vllm_error.py")
+    assert "terminate_if_errored" in handler.imports()
+    entry = Source("entrypoints/launchers/api_server/entry.py")
+    assert "serve_http" in entry.imports()
+    assert "return await serve_http(" in entry.function("build_and_serve")
+
+
 def test_engine_shutdown() -> None:
     """SIGTERM is lost while an engine loads; and only ROCm's engines get time to end before they are killed."""
     utils = Source("v1/engine/utils.py")
