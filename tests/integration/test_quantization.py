@@ -236,8 +236,9 @@ def test_llmcompressor(name: str, environ: dict[str, str], rounding: str) -> Non
     print(
         f"{name}: logprobs differ by {float(difference.mean()):.4f} on average, {float(difference.max()):.4f} at most"
     )
-    # BF16 between the layers: a few times 2^-9 of logits of a few units.
-    assert difference.max() < 0.1 and difference.mean() < 0.02
+    # BF16 between the layers: a few times 2^-9 of logits of a few units. Where activations are rounded to 8 bits, it
+    # moves one of them by a whole step now and then.
+    assert difference.max() < 0.1 and difference.mean() < (0.02 if rounding == "none" else 0.03)
 
 
 def check_native_steps(llm: LLM, kind: type, rounding: str) -> None:
