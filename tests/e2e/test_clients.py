@@ -73,7 +73,7 @@ def test_openai_structured_output(client: openai.OpenAI) -> None:
 def test_openai_tool_call(client: openai.OpenAI) -> None:
     """A tool that has to be called is, with arguments of its schema."""
     messages: Any = [{"role": "user", "content": "Plan a journey."}]
-    tool: Any = {"type": "function", "function": {"name": "plan", "parameters": SCHEMA}}
+    tool: Any = {"type": "function", "function": {"name": "plan", "parameters": SCHEMA, "strict": True}}
     choice: Any = {"type": "function", "function": {"name": "plan"}}
     answer = client.chat.completions.create(
         model=MODEL_NAME, messages=messages, max_tokens=60, temperature=0, tools=[tool], tool_choice=choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -67,6 +69,11 @@ def save_checkpoint(directory: Path) -> LlavaForConditionalGeneration:
     config._attn_implementation = "eager"
     model = randomize(LlavaForConditionalGeneration(config).eval())
     model.save_pretrained(directory)
+    # As the published checkpoints name them; transformers 5 leaves a level out.
+    file = directory / "model.safetensors"
+    renamed = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): tensor
+               for name, tensor in load_file(file).items()}  # fmt: skip
+    save_file(renamed, file, {"format": "pt"})
     processor().save_pretrained(directory)
     return model
 
