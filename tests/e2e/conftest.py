@@ -19,14 +19,13 @@ END_TIMEOUT = 150
 USER_LIBRARY = "/usr/lib/aarch64-linux-gnu/libnuma.so.1"
 """Stands for whatever a user preloads: any library that does nothing by itself."""
 
-TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 # A model as small as ours would write white space until it has no tokens left.
-TOOLS += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+DENSE_JSON = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """The first as most users start it; the second with an LD_PRELOAD, a core for the API server and tools.
+    """The first as most users start it; the second with an LD_PRELOAD, a core for the API server and dense JSON.
 
     The first one's KV cache is so small that all of it is used soon: nothing grows for that reason later.
     """
@@ -36,7 +35,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     frontend = {"VAC_FRONTEND_CORES": "1"} if len(os.sched_getaffinity(0)) > 1 else {}
     pair = (
         Server(tmp_path_factory.mktemp("a"), environ, "--kv-cache-memory-bytes", str(8 << 20)),
-        Server(tmp_path_factory.mktemp("b"), {**environ, **frontend, "LD_PRELOAD": library}, *TOOLS),
+        Server(tmp_path_factory.mktemp("b"), {**environ, **frontend, "LD_PRELOAD": library}, *DENSE_JSON),
     )
     try:
         for server in pair:
