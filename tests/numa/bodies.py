@@ -111,14 +111,16 @@ def mixed_calls(member: Member, sizes: Sequence[int], large: Sequence[int]) -> t
     rank = numa_ranks.Rank(shared, member.rank)
     # Joining zeroes the rank's flags: nobody may have begun.
     member.exchange(None)
-    digest = numa_ranks.mixed_calls(rank, member.world_size, sizes, large)
+    digest = numa_ranks.mixed_calls(rank, member.world_size, sizes, large, [(3, 1000, "bf16")])
     member.segment(COLLECTIVES_SLOT).check()
     return digest, shared.address
 
 
 def all_reduce(member: Member, count: int, dtype: str, phases: int) -> np.ndarray:
     values = encode(np.random.default_rng(member.rank).standard_normal(count).astype(np.float32), dtype)
-    args = ffi.new("vac_all_reduce_args *", {"communicator": member.kept["communicator"], "count": count})
+    args = ffi.new(
+        "vac_all_reduce_args *", {"communicator": member.kept["communicator"], "num_rows": 1, "row_size": count}
+    )
     args.out, args.dtype, args.phases = pointer(values), DTYPES[dtype], phases
     setattr(args, "in", args.out)
     run(kernel("all_reduce"), args, member.plan.threads.num_threads)

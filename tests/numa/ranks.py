@@ -45,7 +45,10 @@ class Member:
         """The group's shared segment, made by the first call with this size."""
         key = f"segment {slot_bytes}"
         if key not in self.kept:
-            self.kept[key] = Segment("tp:0", self.rank, self.world_size, slot_bytes, self.exchange)
+            # Whole machines are emulated: a rank may come late.
+            self.kept[key] = Segment(
+                "tp:0", self.rank, self.world_size, slot_bytes, self.exchange, 300, f"node {self.plan.node}"
+            )
         made: Segment = self.kept[key]
         return made
 

@@ -317,7 +317,8 @@ class TinyLlama:
             communicator=self.communicator,
             out=partial,
             in_=partial,
-            count=partial.size,
+            num_rows=1,
+            row_size=partial.size,
             dtype=BF16,
         )
         return partial
