@@ -34,7 +34,7 @@ run() {
     scripts/env.sh numa
     for machine in "$@"; do
         echo "--- machine with $machine nodes"
-        boot --count-traffic --timeout 420 "$machine" python3 -m pytest -p no:cacheprovider tests/numa || failed+=" $machine"
+        boot --count-traffic --timeout 720 "$machine" python3 -m pytest -p no:cacheprovider tests/numa || failed+=" $machine"
     done
     [ -z "$failed" ] || fail "tests failed on the machines:$failed" "read the output above"
 }

@@ -120,7 +120,7 @@ numa() {
     if [ -n "$reason" ]; then
         printf 'test: %-22s %-12s          %s\n' numa skipped "$reason"
     else
-        group numa $((450 * $#)) scripts/numa.sh run "$@"
+        group numa $((750 * $#)) scripts/numa.sh run "$@"
     fi
 }
 numa_two() { numa two; }
