@@ -49,12 +49,13 @@ class Source:
             for alias in node.names
         }
 
-    def _find(self, name: str) -> ast.FunctionDef:
+    def _find(self, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
         body: list[ast.stmt] = self.tree.body
         *classes, function = name.split(".")
         for class_name in classes:
             body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
-        found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
+        functions = (node for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        found = next((node for node in functions if node.name == function), None)
         assert found is not None, f"vLLM has no {name} any more"
         if ast.get_docstring(found) is not None:
             found.body = found.body[1:]
