@@ -67,9 +67,19 @@ class NativeLinear(Protocol):
         """Bytes of workspace that its ops want for so many rows and fewer."""
 
     def add_to(
-        self, program: Program, rows: Slot, x: Rows, out: Rows, bias: torch.Tensor | None, workspace: Slot
+        self,
+        program: Program,
+        rows: Slot,
+        x: Rows,
+        out: Rows,
+        bias: torch.Tensor | None,
+        workspace: Slot,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        """Append the ops for ``out = x @ weight.T + bias``; the last one has a barrier behind it."""
+        """Append the ops for ``out = x @ weight.T + bias``; the last one has a barrier behind it.
+
+        out_dtype: of out, if it is not ``dtype``: FP32.
+        """
 
 
 class NativeInt8Linear(NativeLinear, Protocol):

@@ -24,7 +24,7 @@ from vllm_arm_cpu.layers.linear_tuner import Shape
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer, scratch
 from vllm_arm_cpu.platform import upstream_ops_available
-from vllm_arm_cpu.quantization.moe import ACTIVATIONS, ONLY, Experts
+from vllm_arm_cpu.quantization.moe import ACTIVATIONS, ONLY, Experts, ExpertsMethod
 from vllm_arm_cpu.quantization.packed import assign
 
 logger = init_logger("vllm.arm_cpu.moe")
@@ -172,32 +172,8 @@ def misfit(moe: FusedMoEConfig) -> str | None:
     return None
 
 
-class _DenseMethod(FusedMoEMethodBase):
-    """What both methods share: they run :class:`DenseExperts`."""
-
-    @property
-    def is_monolithic(self) -> bool:
-        """vLLM's router chooses the experts."""
-        return False
-
-    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """Nothing: vLLM's own kernels are not used."""
-
-    def apply(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The weighted sum of the chosen experts' outputs; shared experts are the caller's."""
-        if layer.apply_router_weight_on_input:
-            x = x * topk_weights.to(x.dtype)
-            topk_weights = torch.ones_like(topk_weights)
-        result: torch.Tensor = layer.cpu_linear(x, topk_weights, topk_ids, layer.activation)
-        return result
+class _DenseMethod(ExpertsMethod):
+    """What both methods share: they make :class:`DenseExperts`."""
 
     def _experts(self, layer: Any, dtype: torch.dtype, hidden: int, intermediate: int) -> DenseExperts:
         """The layer's experts, of before if it is loaded again."""

@@ -7,7 +7,7 @@ and the last ops of the same list.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -24,7 +24,7 @@ from vllm_arm_cpu.layers.embedding import ArmLogitsProcessor
 from vllm_arm_cpu.layers.linear import PackedLinear, PackOnFirstUse
 from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.native.call import DTYPES
-from vllm_arm_cpu.native.program import Program, Rows, Slot
+from vllm_arm_cpu.native.program import Rows, Slot
 
 _MODELS = (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM)
 
@@ -76,29 +76,14 @@ def _divided(embedding: Any, ranks: Ranks) -> bool:
     return bool(embedding.tp_size == ranks.world_size and embedding.shard_indices.num_added_elements_padded == 0)
 
 
-class _NativeHead(NativeLinear, Protocol):
-    """A linear that writes FP32 as well."""
-
-    def add_to(
-        self,
-        program: Program,
-        rows: Slot,
-        x: Rows,
-        out: Rows,
-        bias: torch.Tensor | None,
-        workspace: Slot,
-        out_dtype: torch.dtype | None = None,
-    ) -> None: ...
-
-
-def _native_head(head: Any) -> _NativeHead | None:
+def _native_head(head: Any) -> NativeLinear | None:
     linear = head.__dict__.get("cpu_linear")
     if isinstance(linear, PackOnFirstUse):
         linear = linear.pack()
     if isinstance(linear, PackedLinear):
         return linear
     # One in INT8 (VAC_LM_HEAD) has it as a quantized layer does.
-    native: _NativeHead | None = getattr(linear, "native_linear", None)
+    native: NativeLinear | None = getattr(linear, "native_linear", None)
     return native
 
 

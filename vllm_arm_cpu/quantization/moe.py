@@ -314,28 +314,8 @@ class Int4Experts(Experts):
         self._call.run()
 
 
-class ArmMoEMethod(FusedMoEMethodBase):
-    """What all methods share; mixed into vLLM's methods of the formats, whose parameters they load.
-
-    Attributes:
-        PARTS: names of an expert's parameters behind ``w13_`` and ``w2_``, its values first; released once packed.
-    """
-
-    PARTS: tuple[str, ...] = ("weight", "weight_scale")
-
-    def _check(self, moe: FusedMoEConfig, layer_name: str | None) -> None:
-        """Say what is not supported before weights are read."""
-        reason = None
-        if moe.activation not in ACTIVATIONS:
-            reason = f"their activation is {moe.activation}, not one of {', '.join(a.value for a in ACTIVATIONS)}"
-        elif moe.moe_parallel_config.use_ep:
-            reason = "expert parallelism is not supported on Arm CPUs"
-        elif not moe.is_act_and_mul:
-            reason = "they have no gate"
-        elif moe.in_dtype not in DTYPES:
-            reason = f"activations are {moe.in_dtype}, not BF16, FP16 or FP32"
-        if reason is not None:
-            raise ValueError(f"the quantized experts of {layer_name or 'the model'}: {reason}")
+class ExpertsMethod(FusedMoEMethodBase):
+    """What runs the :class:`Experts` of a layer, quantized or not, which are its ``cpu_linear``."""
 
     @property
     def is_monolithic(self) -> bool:
@@ -360,6 +340,30 @@ class ArmMoEMethod(FusedMoEMethodBase):
             topk_weights = torch.ones_like(topk_weights)
         result: torch.Tensor = layer.cpu_linear(x, topk_weights, topk_ids, layer.activation)
         return result
+
+
+class ArmMoEMethod(ExpertsMethod):
+    """What methods of quantized experts share; mixed into vLLM's methods of the formats, whose parameters they load.
+
+    Attributes:
+        PARTS: names of an expert's parameters behind ``w13_`` and ``w2_``, its values first; released once packed.
+    """
+
+    PARTS: tuple[str, ...] = ("weight", "weight_scale")
+
+    def _check(self, moe: FusedMoEConfig, layer_name: str | None) -> None:
+        """Say what is not supported before weights are read."""
+        reason = None
+        if moe.activation not in ACTIVATIONS:
+            reason = f"their activation is {moe.activation}, not one of {', '.join(a.value for a in ACTIVATIONS)}"
+        elif moe.moe_parallel_config.use_ep:
+            reason = "expert parallelism is not supported on Arm CPUs"
+        elif not moe.is_act_and_mul:
+            reason = "they have no gate"
+        elif moe.in_dtype not in DTYPES:
+            reason = f"activations are {moe.in_dtype}, not BF16, FP16 or FP32"
+        if reason is not None:
+            raise ValueError(f"the quantized experts of {layer_name or 'the model'}: {reason}")
 
     def _pack(self, layer: torch.nn.Module, make: Callable[..., Experts], kind: str) -> None:
         """Pack every expert into ``layer.cpu_linear``, a new one of ``make(E, H, I, biases=...)`` or that of before."""
