@@ -175,11 +175,10 @@ def add_norm_int8(
     quantization: Any,
     workspace: Slot,
     residual: Rows | None = None,
-    normed: Rows | None = None,
 ) -> None:
     """Append what :func:`add_norm` with ``heads`` 1 does, its ``out`` quantized to ``rows`` as the INT8 GEMM wants it.
 
-    quantization: ``vac_int8_quantization``; normed: where the norm itself is to go, too.
+    quantization: ``vac_int8_quantization``.
     """
     weight = module.weight.data
     args = program.op(
@@ -196,8 +195,6 @@ def add_norm_int8(
     program.rows(args, "x", x, "x_token_stride")
     if residual is not None:
         program.rows(args, "residual", residual, "residual_token_stride")
-    if normed is not None:
-        program.rows(args, "normed", normed, "normed_token_stride")
 
 
 def register() -> None:
