@@ -235,25 +235,22 @@ class TinyLlama:
         m, width = qkv.shape
         size, heads, kv_heads = self.head_size, self.num_heads, self.num_kv_heads
         key, value = qkv[:, heads * size :], qkv[:, (heads + kv_heads) * size :]
-        strides = {"key_token_stride": width, "key_head_stride": size}
+        queries = {"query": qkv, "query_token_stride": width, "query_head_stride": size, "num_heads": heads}
+        keys = {"key": key, "key_token_stride": width, "key_head_stride": size}
         self._run(
             "rotary",
             "vac_rotary_args",
-            query=qkv,
-            key=key,
             positions=positions,
             cos_sin_cache=self.cos_sin,
             num_tokens=m,
-            num_heads=heads,
             num_kv_heads=kv_heads,
             rot_dim=size,
             max_position=MAX_TOKENS,
-            query_token_stride=width,
-            query_head_stride=size,
             is_neox_style=1,
             dtype=BF16,
             cache_dtype=F32,
-            **strides,
+            **queries,
+            **keys,
         )
         paged = {
             "kv_cache": cache,
@@ -269,13 +266,12 @@ class TinyLlama:
         self._run(
             "kv_cache_write",
             "vac_kv_cache_write_args",
-            key=key,
             value=value,
             slot_mapping=slots,
             num_tokens=m,
             value_token_stride=width,
             value_head_stride=size,
-            **strides,
+            **keys,
             **paged,
         )
         starts = np.array([0, m], np.int32)
@@ -291,21 +287,18 @@ class TinyLlama:
         self._run(
             "attention",
             "vac_attention_args",
-            query=qkv,
             output=out,
             block_table=self.block_table,
             query_start_loc=starts,
             seq_lens=lengths,
             plan=plan,
             workspace=aligned,
-            query_token_stride=width,
-            query_head_stride=size,
             output_token_stride=heads * size,
             output_head_stride=size,
             block_table_stride=self.block_table.size,
-            num_heads=heads,
             causal=1,
             scale=size**-0.5,
+            **queries,
             **paged,
         )
         return out

@@ -69,7 +69,7 @@ def test_nothing_computes_where_the_frontend_is(name: str, cores: str, tmp_path:
     # Ranks on nodes of their own are planned on the same CPUs.
     for node in found.nodes:
         if node.cpus:
-            rank = frontend.plan_threads(found, environ, node.id)
+            rank = threads.plan_threads(frontend.for_compute(found, environ), environ, node.id)
             assert not set(rank.cpus) & set(frontend.reserved(found, environ))
 
 

@@ -67,9 +67,9 @@ def for_compute(machine: Topology, environ: Mapping[str, str] | None = None, num
     )
 
 
-def plan_threads(machine: Topology, environ: Mapping[str, str] | None = None, node: int | None = None) -> ThreadPlan:
+def plan_threads(machine: Topology, environ: Mapping[str, str] | None = None) -> ThreadPlan:
     """As ``threads.plan_threads``, on what :func:`for_compute` leaves; the reasons say so."""
-    plan = threads.plan_threads(for_compute(machine, environ), environ, node)
+    plan = threads.plan_threads(for_compute(machine, environ), environ)
     apart = reserved(machine, environ)
     if not apart:
         return plan
