@@ -18,6 +18,10 @@ PUBLISHED = {"ArcLight": {1: 36, 2: 55, 4: 62}, "llama.cpp": {1: 32, 2: 38, 4: 4
 _BYTES_PER_MEETING = 32768
 """From here on a second wait costs less than reading whole buffers: as in csrc/numa."""
 
+_ARCLIGHT_MEETINGS = 7
+"""Barriers of all threads of all nodes from the end of a row-parallel layer to the begin of the next one: three around
+the sum, one behind each of addition and norm, two around handing out the result."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -72,6 +76,18 @@ def crossing(message: int, ranks: int, phases: int) -> int:
     return ranks * (ranks - 1) * message if phases == 1 else 2 * (ranks - 1) * message
 
 
+def arclight_crossing(message: int, nodes: int) -> int:
+    """Bytes that cross where ArcLight adds up what nodes have computed and gives them the next input, all together.
+
+    As its source (version 1.0) has it: what is not split, such as the residual, lies on node 0, in FP32. A sum is
+    divided among all threads, which read a slice of each node's part and write the result to node 0; then every node
+    reads the normalized whole from there. Each byte counts once, however often it is read.
+    """
+    size = 2 * message
+    read, written, handed_out = (nodes - 1) * size, (nodes - 1) * size // nodes, (nodes - 1) * size
+    return read + written + handed_out
+
+
 def phases_of(message: int, ranks: int) -> int:
     """What the all-reduce chooses."""
     extra = (ranks - 1) * (ranks - 2)
@@ -98,6 +114,19 @@ def token_seconds(model: Model, machine: Machine, ranks: int, sliced_head: bool 
     return weights + head + sums + gathered + model.layers * machine.layer
 
 
+def arclight_seconds(model: Model, machine: Machine, nodes: int, batch: int = 1) -> float:
+    """The same step by ArcLight's scheme: lm_head on node 0, sums through it, barriers of all nodes between ops."""
+    bandwidth = machine.local * machine.efficiency
+    weights = model.layers * model.layer_bytes / nodes / bandwidth
+    head = model.head_bytes / bandwidth
+    if nodes == 1:
+        return weights + head + model.layers * machine.layer
+    # Reading the input goes on in all nodes at once, as reading the parts does.
+    message = 4 * model.hidden * batch
+    sums = 2 * model.layers * (_ARCLIGHT_MEETINGS * machine.meeting + 2 * message / machine.remote)
+    return weights + head + sums + model.layers * machine.layer
+
+
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,21 +143,22 @@ def main() -> None:
     model = Model()
     message = 2 * model.hidden * options.batch
     print(f"weights {(model.layers * model.layer_bytes + model.head_bytes) / 1e9:.2f} GB; a message {message} bytes\n")
-    print("| nodes | bytes across per layer: one phase | two phases | chosen | us per all-reduce |")
-    print("|---|---|---|---|---|")
+    print("| nodes | bytes across per layer: one phase | two phases | chosen | ArcLight | us per all-reduce |")
+    print("|---|---|---|---|---|---|")
     for ranks in (2, 3, 4, 8):
         one, two = (2 * crossing(message, ranks, phases) for phases in (1, 2))
         chosen = "one" if phases_of(message, ranks) == 1 else "two"
-        print(f"| {ranks} | {one} | {two} | {chosen} | {all_reduce_seconds(machine, message, ranks) * 1e6:.1f} |")
+        theirs, time = 2 * arclight_crossing(message, ranks), all_reduce_seconds(machine, message, ranks)
+        print(f"| {ranks} | {one} | {two} | {chosen} | {theirs} | {time * 1e6:.1f} |")
     names = " | ".join(f"{name}, published" for name in PUBLISHED)
-    print(f"\n| nodes | model, tokens/s | with lm_head on one node | {names} |")
-    print("|---|---|---|---|---|")
+    print(f"\n| nodes | model, tokens/s | with lm_head on one node | ArcLight's scheme | {names} |")
+    print("|---|---|---|---|---|---|")
     for ranks in (1, 2, 4):
         ours = options.batch / token_seconds(model, machine, ranks, batch=options.batch)
         whole = options.batch / token_seconds(model, machine, ranks, sliced_head=False, batch=options.batch)
-        print(
-            f"| {ranks} | {ours:.0f} | {whole:.0f} | {' | '.join(str(rates[ranks]) for rates in PUBLISHED.values())} |"
-        )
+        theirs = options.batch / arclight_seconds(model, machine, ranks, options.batch)
+        published = " | ".join(str(rates[ranks]) for rates in PUBLISHED.values())
+        print(f"| {ranks} | {ours:.0f} | {whole:.0f} | {theirs:.0f} | {published} |")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,20 @@ def test_bytes_that_cross() -> None:
         assert numa_model.crossing(message, ranks, 2) == 2 * slices
 
 
+def test_bytes_of_arclight() -> None:
+    """Counted node by node: slices of FP32 parts and where their sum goes, then the whole input of all but node 0."""
+    for nodes in (2, 3, 4, 8):
+        message = 2 * 40 * nodes
+        size = 2 * message
+        slices = [(reader, owner) for reader in range(nodes) for owner in range(nodes) if reader != owner]
+        crossed = len(slices) * size // nodes + sum(size // nodes for node in range(nodes) if node != 0)
+        crossed += sum(size for node in range(nodes) if node != 0)
+        assert numa_model.arclight_crossing(message, nodes) == crossed
+    # On one node there is no difference.
+    model, machine = numa_model.Model(), numa_model.Machine()
+    assert numa_model.arclight_seconds(model, machine, 1) == numa_model.token_seconds(model, machine, 1)
+
+
 def test_weights() -> None:
     """Qwen3-4B has 4.02 billion weights without norms."""
     model = numa_model.Model(bits=8)
