@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope
 
 from tests.integration.engine import engine, worker
 from tests.integration.zoo import SIZES, ZOO, Entry, make
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl
-from vllm_arm_cpu.layers import decoder, recurrent
+from vllm_arm_cpu.layers import decoder, recurrent, rotary
 from vllm_arm_cpu.layers.linear import PackedLinear
 from vllm_arm_cpu.layers.moe import DenseExperts
 from vllm_arm_cpu.layers.ranks import Ranks
@@ -164,6 +166,25 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     # oneDNN compiles a kernel for every shape, which takes longer under emulation than the products.
     with torch.backends.mkldnn.flags(enabled=False):
         return model(torch.tensor([ids])).logits[0].float().log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("max_model_len", [64, 128])
+def test_long_rotary_factors(max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi's tables, the one for models as long as they were trained and the one for longer ones, as vLLM has them."""
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+    monkeypatch.setattr(phi3_long_rope_scaled_rope, "get_current_vllm_config", lambda: config)
+    short, long = ([1 + slope * i for i in range(24)] for slope in (0.05, 0.5))
+    made = phi3_long_rope_scaled_rope.Phi3LongRoPEScaledRotaryEmbedding(
+        64, 48, 128, 64, 10000.0, True, torch.float32, short, long
+    )
+    assert type(made).forward is rotary.forward_long and rotary.not_native(made, torch.bfloat16) is None
+    assert made.use_long_rope == (max_model_len == 128)
+    positions = torch.tensor([0, 1, 17, max_model_len - 1])
+    query, key = (torch.randn(4, heads * 64, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    expected = rotary._upstream_forward_long(made, positions, query, key)
+    got = made(positions, query.clone(), key.clone())
+    for ours, upstreams in zip(got, expected, strict=True):
+        assert torch.allclose(ours, upstreams, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "gpt-oss", "gemma3"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
 from vllm_arm_cpu.native.call import DTYPES, Call, pointer
 from vllm_arm_cpu.native.library import ffi
@@ -50,17 +53,30 @@ def rotate(
     _call.run()
 
 
-def _fp32_cache(layer: RotaryEmbedding) -> torch.Tensor:
+def _stored_cache(layer: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """The cosines and sines that a layer takes, [positions, rotary_dim], and what computes them in FP32."""
+    if not isinstance(layer, Phi3LongRoPEScaledRotaryEmbedding):
+        return layer.cos_sin_cache, layer._compute_cos_sin_cache
+    # Of the two tables, the short one first, a model uses the same for all sequences.
+    both, short = layer.long_short_cos_sin_cache, layer.original_max_position_embeddings
+    if layer.use_long_rope:
+        return both[short:], functools.partial(
+            layer._compute_cos_sin_cache, layer.max_position_embeddings, layer.long_factor, layer.long_mscale
+        )
+    return both[:short], functools.partial(layer._compute_cos_sin_cache, short, layer.short_factor, layer.short_mscale)
+
+
+def _fp32_cache(layer: Any) -> torch.Tensor:
     """The cosines and sines in FP32 where they can be had again.
 
     vLLM rounds them to the model's dtype, which costs BF16 models accuracy at
     long positions. Classes that do more to the cache keep theirs.
     """
-    kept = layer.__dict__.get("_vac_cos_sin_cache")
+    kept: torch.Tensor | None = layer.__dict__.get("_vac_cos_sin_cache")
     if kept is None:
-        kept = layer.cos_sin_cache
+        kept, compute = _stored_cache(layer)
         if kept.dtype != torch.float32:
-            exact = layer._compute_cos_sin_cache()
+            exact = compute()
             if exact.shape == kept.shape and torch.equal(exact.to(kept.dtype), kept):
                 kept = exact.to(torch.float32).contiguous()
         layer.__dict__["_vac_cos_sin_cache"] = kept
@@ -71,15 +87,12 @@ def _rows_ok(tensor: torch.Tensor) -> bool:
     return tensor.dim() in (2, 3) and tensor.stride(-1) == 1 and tensor.dtype in DTYPES
 
 
-def forward_cpu(
-    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Query and key, rotated in place."""
+def _rotated(layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None) -> bool:
+    """Rotate query and key in place, if our kernel can."""
     if torch.compiler.is_compiling():
         # Making the FP32 table cannot be traced.
-        traced: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(positions, query, key)
-        return traced
-    cache = _fp32_cache(self)
+        return False
+    cache = _fp32_cache(layer)
     usable = (
         positions.dim() == 1
         and positions.is_contiguous()
@@ -88,16 +101,42 @@ def forward_cpu(
         and (key is None or (_rows_ok(key) and key.dtype == query.dtype))
         and cache.dtype in (torch.float32, query.dtype)
     )
-    if not usable:
-        native: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(positions, query, key)
-        return native
-    rotate(positions, query, key, self.head_size, cache, self.is_neox_style)
-    return query, key
+    if usable:
+        rotate(positions, query, key, layer.head_size, cache, getattr(layer, "is_neox_style", True))
+    return usable
+
+
+def forward_cpu(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Query and key, rotated in place."""
+    if _rotated(self, positions, query, key):
+        return query, key
+    native: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(positions, query, key)
+    return native
+
+
+_upstream_forward_long = Phi3LongRoPEScaledRotaryEmbedding.forward
+
+
+def forward_long(
+    self: Phi3LongRoPEScaledRotaryEmbedding,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Query and key [tokens, heads * head_size], rotated in place; Phi's two tables, for short and long models."""
+    if offsets is None and query.dim() == 2 and _rotated(self, positions, query, key):
+        return query, key
+    upstream: tuple[torch.Tensor, torch.Tensor | None] = _upstream_forward_long(self, positions, query, key, offsets)
+    return upstream
 
 
 def not_native(module: Any, dtype: torch.dtype) -> str | None:
     """Why a rotary embedding cannot be an op of a program over ``dtype``, or None."""
-    if getattr(getattr(module, "_forward_method", None), "__func__", None) is not forward_cpu:
+    ours = getattr(getattr(module, "_forward_method", None), "__func__", None) is forward_cpu
+    if not ours and getattr(type(module), "forward", None) is not forward_long:
         return f"its rotary embedding is {type(module).__name__}"
     if _fp32_cache(module).dtype not in (torch.float32, dtype):
         return f"its rotary table is {_fp32_cache(module).dtype}"
@@ -125,14 +164,15 @@ def add_rotary(
     args.num_heads, args.num_kv_heads = heads
     args.query_head_stride = args.key_head_stride = module.head_size
     args.max_position, args.rot_dim = table.shape
-    args.is_neox_style = module.is_neox_style
+    args.is_neox_style = getattr(module, "is_neox_style", True)
     args.dtype, args.cache_dtype = DTYPES[dtype], DTYPES[table.dtype]
 
 
 def register() -> None:
-    """Replace ``RotaryEmbedding.forward_cpu``.
+    """Replace ``RotaryEmbedding.forward_cpu``, and what Phi's class has instead.
 
     vLLM's registry replaces one class by name, while the scaled variants
     (Llama 3, YaRN, ...) inherit this method; so the method is replaced.
     """
     RotaryEmbedding.forward_cpu = forward_cpu
+    Phi3LongRoPEScaledRotaryEmbedding.forward = forward_long
