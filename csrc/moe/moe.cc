@@ -3,6 +3,7 @@
 
 #include "common/dispatch.h"
 
+VAC_DEFINE_KERNEL(moe_route)
 VAC_DEFINE_KERNEL(moe_sort)
 VAC_DEFINE_KERNEL(moe_combine)
 VAC_DEFINE_KERNEL(moe_swiglu_oai)
@@ -16,6 +17,13 @@ int status(bool good) { return good ? VAC_OK : VAC_INVALID_ARGUMENT; }
 }  // namespace
 
 extern "C" {
+
+VAC_EXPORT int vac_moe_route_check(const vac_moe_route_args *args) {
+    const bool top_k = args->top_k >= 1 && args->top_k <= VAC_MOE_MAX_TOP_K && args->top_k <= args->num_experts;
+    const bool pointers = args->logits != nullptr && args->topk_weights != nullptr && args->topk_ids != nullptr;
+    return status(known(args->dtype) && top_k && args->logits_stride >= args->num_experts &&
+                  (args->num_tokens == 0 || pointers));
+}
 
 VAC_EXPORT int vac_moe_sort_check(const vac_moe_sort_args *args) {
     const bool empty = args->num_tokens == 0 || args->top_k == 0;

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from vllm import LLM
 from vllm.forward_context import get_forward_context
 
@@ -17,6 +17,7 @@ from tests.integration.checkpoints import SIZES, random_model, save
 from tests.integration.engine import check_golden, engine, golden_prompts, greedy, worker
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.layers.decoder import Segment
+from vllm_arm_cpu.layers.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -238,14 +239,23 @@ MODELS = {
     "qwen3": Qwen3Config(**{**SIZES, "hidden_size": 128}, head_dim=64),
     "llama": LlamaConfig(**SIZES, **WINDOW),
     "mistral": MistralConfig(**SIZES, sliding_window=32),
+    # Two layers in three have experts.
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=64, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[1]
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral"))]
+    "name",
+    [
+        *("qwen3", "llama", "qwen3-moe"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "mixtral")),
+    ],
 )
 def test_other_models(name: str, tmp_path: Path) -> None:
-    """Biases, norms by head, sliding windows: every step has the bits that the modules give."""
+    """Biases, norms by head, sliding windows, experts: every step has the bits that the modules give."""
     directory = save(random_model(MODELS[name]), tmp_path / name)
     with engine(directory, skip_tokenizer_init=True, max_num_batched_tokens=64) as llm:
         worker(llm).model_runner.plain = None
@@ -260,6 +270,31 @@ def test_other_models(name: str, tmp_path: Path) -> None:
         assert max(steps) == 64
         (step,) = segment.steps.values()
         assert len(step.groups) == (2 if name == "llama" else 1)
+        if name == "qwen3-moe":
+            check_misfits(segment.layers[0])
+
+
+def check_misfits(layer: Any) -> None:
+    """Experts that are not only chosen by softmax and added up stay vLLM's modules."""
+    runner, gate = layer.mlp.experts, layer.mlp.gate
+    changes = [
+        (runner, "routed_scaling_factor", 2.5, "scaled"),
+        (runner, "routed_output_transform", torch.nn.Identity(), "transforms"),
+        (runner, "_shared_experts", torch.nn.Identity(), "share"),
+        (runner.routed_experts, "apply_router_weight_on_input", True, "scaled"),
+        (runner.router, "scoring_func", "sigmoid", "softmax"),
+        (runner.router, "use_grouped_topk", True, "softmax"),
+        (runner.router, "custom_routing_function", print, "softmax"),
+        (runner.router, "capture_fn", print, "softmax"),
+        (gate, "out_dtype", torch.float32, "logits"),
+        (gate, "forward", print, "logits"),
+    ]
+    assert decoder.misfit(layer, torch.bfloat16, Ranks()) is None
+    for owner, name, value, word in changes:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert word in str(decoder.misfit(layer, torch.bfloat16, Ranks())), name
+    assert decoder.misfit(layer, torch.bfloat16, Ranks()) is None
 
 
 def compare_with_modules(segment: Segment) -> list[int]:

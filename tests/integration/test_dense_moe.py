@@ -10,9 +10,9 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from vllm_arm_cpu.layers import experts as shared
 from vllm_arm_cpu.layers import moe
 from vllm_arm_cpu.layers.moe import DenseExperts, from_mxfp4
-from vllm_arm_cpu.quantization import moe as quantized
 
 COUNT, HIDDEN, INTERMEDIATE = 6, 96, 40
 
@@ -37,7 +37,7 @@ def gated(x: torch.Tensor, activation: MoEActivation) -> torch.Tensor:
 )
 def test_experts(activation: MoEActivation, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens and many, in pieces, all experts or one, ids of none; inputs with gaps; loaded again."""
-    monkeypatch.setattr(quantized, "MAX_TOKENS", 16)
+    monkeypatch.setattr(shared, "MAX_TOKENS", 16)
     generator = torch.Generator().manual_seed(1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         biases: Any = (None, None)

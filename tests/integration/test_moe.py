@@ -18,9 +18,12 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from tests.integration.checkpoints import SIZES, random_model, save
 from tests.integration.engine import engine, greedy, worker
 from tests.integration.quantized import dequantized, make
+from tests.integration.test_decoder import compare_ways
 from tests.integration.test_quantization import rounded
-from vllm_arm_cpu.quantization import moe
-from vllm_arm_cpu.quantization.moe import Experts, Int4Experts, Int8Experts
+from vllm_arm_cpu.layers import decoder
+from vllm_arm_cpu.layers import experts as shared
+from vllm_arm_cpu.layers.experts import Experts
+from vllm_arm_cpu.quantization.moe import Int4Experts, Int8Experts
 
 SIZE = {"num_experts": 8, "hidden": 96, "intermediate": 64}
 CONFIG = Qwen3MoeConfig(
@@ -96,7 +99,7 @@ def reference(
 def test_experts(kind: str, zero_points: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens and many, in pieces, all experts or one; inputs with gaps."""
     monkeypatch.setenv("VAC_INT4", "w4a16" if kind == "w4a16" else "w4a8")
-    monkeypatch.setattr(moe, "MAX_TOKENS", 16)
+    monkeypatch.setattr(shared, "MAX_TOKENS", 16)
     count, hidden, intermediate = SIZE.values()
     generator = torch.Generator().manual_seed(1)
     biases: Any = (None, None)
@@ -217,7 +220,15 @@ def test_qwen3(
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
         likely = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
-        assert len(greedy(llm, [prompt[:9]], 6)[0]) == 6
+        # Steps through op lists have the bits of the modules; a whole step as one call has the tokens.
+        expected_tokens = greedy(llm, [prompt[:9]], 6)
+        assert len(expected_tokens[0]) == 6
+        worker(llm).model_runner.plain = None
+        (segment,) = decoder.segments(worker(llm).model_runner.get_model())
+        compared = compare_ways(segment)
+        llm.reset_prefix_cache()
+        assert greedy(llm, [prompt[:9]], 6) == expected_tokens
+        assert compared == [9, 1, 1, 1, 1, 1]
     with torch.no_grad():
         logprobs = with_weights(original, weights)(torch.tensor([prompt])).logits[0].log_softmax(-1)
     difference = (torch.tensor(likely) - logprobs[range(47), prompt[1:]]).abs()

@@ -1,4 +1,4 @@
-"""Rows sorted by expert, and outputs added up by token."""
+"""Experts chosen, rows sorted by expert, and outputs added up by token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,72 @@ from tests.kernels.support import DTYPES, Guarded, decode, encode, ffi, guarded,
 
 THREADS = [1, 2, 3, 8]
 ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+
+
+CODES = {"f32": lib.VAC_F32, "f16": lib.VAC_F16, "bf16": lib.VAC_BF16}
+
+
+def route(logits: np.ndarray, dtype: str, top_k: int, renormalize: bool, case: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and ids [tokens, top_k] of encoded logits."""
+    tokens, experts = logits.shape
+    at_end = bool(case % 2)
+    padded = np.concatenate([logits, encode(np.full((tokens, 5), 99.0, dtype=np.float32), dtype)], axis=1)
+    memory = {
+        "logits": guarded(padded.reshape(-1)[: max(padded.size - 5, 0)], at_end),
+        "topk_weights": guarded(np.full(tokens * top_k, -9, dtype=np.float32), at_end),
+        "topk_ids": guarded(np.full(tokens * top_k, -9, dtype=np.int32), at_end),
+    }
+    args = ffi.new("vac_moe_route_args *")
+    args.dtype, args.num_tokens, args.num_experts, args.top_k = CODES[dtype], tokens, experts, top_k
+    args.logits = ffi.cast("void *", memory["logits"].array.ctypes.data)
+    args.logits_stride, args.renormalize = experts + 5, renormalize
+    args.topk_weights = ffi.cast("float *", memory["topk_weights"].array.ctypes.data)
+    args.topk_ids = ffi.cast("int32_t *", memory["topk_ids"].array.ctypes.data)
+    assert lib.vac_moe_route_check(args) == lib.VAC_OK
+    run(kernel("moe_route"), args, THREADS[case % 4])
+    for part in memory.values():
+        part.check()
+    shape = (tokens, top_k)
+    return memory["topk_weights"].array.reshape(shape).copy(), memory["topk_ids"].array.reshape(shape).copy()
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_route(dtype: str, renormalize: bool) -> None:
+    """The largest logits in falling order, ties by id, and their softmax in FP64."""
+    rng = np.random.default_rng(9)
+    shapes = [(1, 1, 1), (1, 128, 8), (3, 8, 2), (7, 60, 4), (19, 31, 31), (5, 257, 64), (0, 4, 2), (67, 64, 6)]
+    for case, (tokens, experts, top_k) in enumerate(shapes):
+        # BF16 has many equal logits here.
+        stored = encode((3 * rng.standard_normal((tokens, experts))).astype(np.float32), dtype)
+        weights, ids = route(stored, dtype, top_k, renormalize, case)
+        logits = decode(stored, dtype).reshape(tokens, experts).astype(np.float64)
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+        assert np.array_equal(ids, order)
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
+        chosen = np.take_along_axis(exponentials, order, axis=1)
+        expected = chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
+        assert np.allclose(weights, expected, rtol=2e-6, atol=0)
+
+
+def test_route_of_special_values() -> None:
+    """NaN and infinities: ids are always different experts."""
+    logits = np.zeros((6, 20), dtype=np.float32)
+    logits[0, 3] = np.nan
+    logits[1] = np.nan
+    logits[2] = -np.inf
+    logits[3, 5:] = -np.inf
+    logits[4, 7] = np.inf
+    logits[5, 2], logits[5, 9] = 200, 100
+    for renormalize in (False, True):
+        weights, ids = route(logits, "f32", 8, renormalize, 1)
+        assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 20 for row in ids.tolist())
+        assert ids[0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+        assert ids[1].tolist() == ids[2].tolist() == ids[3].tolist() == list(range(8))
+        assert np.isnan(weights[:3]).all()
+        assert np.allclose(weights[3], [0.2] * 5 + [0] * 3)
+        assert ids[4, 0] == 7 and np.isnan(weights[4, 0])
+        assert ids[5, :2].tolist() == [2, 9] and weights[5].tolist() == [1] + [0] * 7
 
 
 def sort_args(ids: np.ndarray, experts: int, at_end: bool) -> tuple[object, dict[str, Guarded]]:
@@ -78,8 +144,7 @@ def test_combine(dtype: str, out_dtype: str) -> None:
             "position": guarded(position, at_end),
         }
         args = ffi.new("vac_moe_combine_args *")
-        codes = {"f32": lib.VAC_F32, "f16": lib.VAC_F16, "bf16": lib.VAC_BF16}
-        args.dtype, args.out_dtype = codes[dtype], codes[out_dtype]
+        args.dtype, args.out_dtype = CODES[dtype], CODES[out_dtype]
         args.num_tokens, args.top_k, args.hidden_size = tokens, top_k, hidden
         args.topk_weights = ffi.cast("float *", memory["topk_weights"].array.ctypes.data)
         args.topk_weights_stride, args.rows_stride, args.out_stride = top_k + 2, hidden + 5, hidden + 3
@@ -114,6 +179,20 @@ def _bits(dtype: str) -> type:
 
 
 def test_checks() -> None:
+    route = ffi.new("vac_moe_route_args *")
+    some = np.zeros(8, dtype=np.float32)
+    route.num_tokens, route.num_experts, route.top_k, route.logits_stride = 1, 8, 8, 8
+    route.logits, route.topk_weights = ffi.cast("void *", some.ctypes.data), ffi.cast("float *", some.ctypes.data)
+    route.topk_ids = ffi.cast("int32_t *", some.ctypes.data)
+    assert lib.vac_moe_route_check(route) == lib.VAC_OK
+    bad = {"dtype": 9, "top_k": 9, "logits_stride": 7, "logits": ffi.NULL, "topk_weights": ffi.NULL}
+    for name, value in [*bad.items(), ("top_k", 0), ("topk_ids", ffi.NULL)]:
+        old = getattr(route, name)
+        setattr(route, name, value)
+        assert lib.vac_moe_route_check(route) == lib.VAC_INVALID_ARGUMENT, name
+        setattr(route, name, old)
+    route.num_experts = route.logits_stride = route.top_k = lib.VAC_MOE_MAX_TOP_K + 1
+    assert lib.vac_moe_route_check(route) == lib.VAC_INVALID_ARGUMENT
     args, memory = sort_args(np.zeros((2, 2), dtype=np.int32), 3, True)
     assert lib.vac_moe_sort_check(args) == lib.VAC_OK
     bad = {"topk_ids_stride": 1, "expert_start": ffi.NULL, "row_index": ffi.NULL, "num_tokens": 1 << 31}

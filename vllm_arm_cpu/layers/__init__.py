@@ -9,9 +9,9 @@ def register(with_states: bool = False) -> None:
     Args:
         with_states: the model has recurrent layers, whose modules take a while to import.
     """
-    from vllm_arm_cpu.layers import activation, embedding, moe, norm, rotary
+    from vllm_arm_cpu.layers import activation, embedding, experts, moe, norm, rotary
 
-    for module in (activation, embedding, moe, norm, rotary):
+    for module in (activation, embedding, experts, moe, norm, rotary):
         module.register()
     if with_states:
         from vllm_arm_cpu.layers import recurrent

@@ -21,17 +21,19 @@ from vllm.config import CompilationMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.models import llama, mistral, qwen2, qwen3
+from vllm.model_executor.models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl, ArmAttentionMetadata
-from vllm_arm_cpu.layers import activation, norm, rotary
+from vllm_arm_cpu.layers import activation, experts, norm, rotary
+from vllm_arm_cpu.layers.experts import Routed
 from vllm_arm_cpu.layers.linear_candidates import PackedLinear
 from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.native.call import DTYPES
@@ -101,16 +103,28 @@ _LAYERS = (
     qwen2.Qwen2DecoderLayer.forward,
     qwen3.Qwen3DecoderLayer.forward,
     mistral.MistralDecoderLayer.forward,
+    mixtral.MixtralDecoderLayer.forward,
+    qwen3_moe.Qwen3MoeDecoderLayer.forward,
 )
 _ATTENTIONS = (
     llama.LlamaAttention.forward,
     qwen2.Qwen2Attention.forward,
     qwen3.Qwen3Attention.forward,
     mistral.MistralAttention.forward,
+    mixtral.MixtralAttention.forward,
+    qwen3_moe.Qwen3MoeAttention.forward,
 )
-_MLPS = (llama.LlamaMLP.forward, qwen2.Qwen2MLP.forward, mistral.MistralMLP.forward)
+_MLPS = (llama.LlamaMLP.forward, qwen2.Qwen2MLP.forward, mistral.MistralMLP.forward, qwen3_moe.Qwen3MoeMLP.forward)
+# A linear layer whose output goes to a router, and experts.
+_MIXTURES = (mixtral.MixtralMoE.forward, qwen3_moe.Qwen3MoeSparseMoeBlock.forward)
 # Loops in which nothing stands between two layers but what EAGLE takes out.
-_MODELS = (llama.LlamaModel.forward, qwen2.Qwen2Model.forward, mistral.MistralModel.forward)
+_MODELS = (
+    llama.LlamaModel.forward,
+    qwen2.Qwen2Model.forward,
+    mistral.MistralModel.forward,
+    mixtral.MixtralModel.forward,
+    qwen3_moe.Qwen3MoeModel.forward,
+)
 
 
 def same_code(function: Any, known: tuple[Any, ...]) -> bool:
@@ -166,6 +180,36 @@ def _linear_misfit(layer: Any, kind: Any, dtype: torch.dtype, ranks: Ranks) -> s
     return None
 
 
+def _mlp_of(layer: Any) -> Any:
+    """What stands behind a layer's second norm; Mixtral calls it by another name."""
+    return getattr(layer, "mlp", None) or getattr(layer, "block_sparse_moe", None)
+
+
+def _is_mixture(mlp: Any) -> bool:
+    return same_code(forward_of(mlp), _MIXTURES)
+
+
+def _mlp_misfit(mlp: Any, dtype: torch.dtype, ranks: Ranks) -> str | None:
+    if _is_mixture(mlp):
+        gate = mlp.gate
+        native = native_linear(gate)
+        usual = type(gate) is GateLinear and "forward" not in gate.__dict__ and gate.out_dtype is None
+        if not usual or native is None or native.dtype != dtype:
+            return "its router's logits are not of a linear layer on this package's kernels"
+        if gate.bias is not None:
+            return "its router has a bias"
+        return experts.misfit(mlp.experts, gate, ranks.world_size)
+    if not same_code(forward_of(mlp), _MLPS):
+        return f"its MLP is {type(mlp).__name__}"
+    if getattr(mlp, "expert_gate", None) is not None:
+        return "an MLP with a gate"
+    return (
+        _linear_misfit(mlp.gate_up_proj, MergedColumnParallelLinear, dtype, ranks)
+        or _linear_misfit(mlp.down_proj, RowParallelLinear, dtype, ranks)
+        or (None if activation.kind(mlp.act_fn) else f"its activation is {type(mlp.act_fn).__name__}")
+    )
+
+
 def _attention_misfit(attn: Any, dtype: torch.dtype) -> str | None:
     if type(attn) is not Attention or type(attn.impl) is not ArmAttentionImpl:
         return f"its attention is {type(attn).__name__} on {type(attn.impl).__name__}"
@@ -183,11 +227,8 @@ def misfit(layer: Any, dtype: torch.dtype, ranks: Ranks) -> str | None:
     if not same_code(forward_of(layer), _LAYERS):
         return f"{type(layer).__name__} is not of Llama's family"
     attention: Any = getattr(layer, "self_attn", None)
-    mlp: Any = getattr(layer, "mlp", None)
     if not same_code(forward_of(attention), _ATTENTIONS):
         return f"its attention is {type(attention).__name__}"
-    if not same_code(forward_of(mlp), _MLPS):
-        return f"its MLP is {type(mlp).__name__}"
     if getattr(attention, "do_llama_4_scaling", False) or getattr(layer, "ada_rms_norm_t_cond", None) is not None:
         return "scaled queries or conditioned norms"
     if dtype not in DTYPES:
@@ -198,12 +239,10 @@ def misfit(layer: Any, dtype: torch.dtype, ranks: Ranks) -> str | None:
     reasons = [
         _linear_misfit(attention.qkv_proj, QKVParallelLinear, dtype, ranks),
         _linear_misfit(attention.o_proj, RowParallelLinear, dtype, ranks),
-        _linear_misfit(mlp.gate_up_proj, MergedColumnParallelLinear, dtype, ranks),
-        _linear_misfit(mlp.down_proj, RowParallelLinear, dtype, ranks),
+        _mlp_misfit(_mlp_of(layer), dtype, ranks),
         *(norm.not_native(module, dtype) for module in norms),
         rotary.not_native(attention.rotary_emb, dtype),
         _attention_misfit(attention.attn, dtype),
-        None if activation.kind(mlp.act_fn) else f"its activation is {type(mlp.act_fn).__name__}",
     ]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -221,8 +260,8 @@ class Buffers:
 
     Attributes:
         rows: of a step, for how many there is room.
-        addresses: of the buffers by name; those of raw bytes are ``workspace``, which the ops use one after the other,
-            and ``quantized``, the quantized input of a linear layer.
+        addresses: of the buffers by name. Of those of raw bytes, ops use ``workspace`` one after the other, and
+            ``quantized`` is the quantized input of a linear layer.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -241,8 +280,9 @@ class Buffers:
 
     def want_bytes(self, name: str, size: Callable[[int], int]) -> None:
         """Make room for ``size(rows)`` bytes; the largest of what is wanted counts."""
-        if size not in self._sizes[name]:
-            self._sizes[name].add(size)
+        sizes = self._sizes.setdefault(name, set())
+        if size not in sizes:
+            sizes.add(size)
             self.rows = 0
 
     def reserve(self, rows: int) -> None:
@@ -261,6 +301,29 @@ class Buffers:
     def tensor(self, name: str) -> torch.Tensor:
         """[rows, columns]."""
         return self._tensors[name]
+
+
+@dataclass(frozen=True)
+class _EntryBytes:
+    """Rows -> bytes of a number of 32 bits per entry."""
+
+    top_k: int
+
+    def __call__(self, rows: int) -> int:
+        return 4 * self.top_k * rows
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Rows -> bytes of one of the buffers that a layer's experts want."""
+
+    experts: experts.Experts
+    name: str
+    top_k: int
+    dtype: torch.dtype
+
+    def __call__(self, rows: int) -> int:
+        return self.experts.room(rows, self.top_k, self.dtype)[self.name]
 
 
 class _GroupSlots:
@@ -297,12 +360,15 @@ class Step:
         self, layers: list[Any], has_residual: bool, metadata: dict[str, Any], buffers: Buffers, ranks: Ranks
     ) -> None:
         names = ("tokens", "positions", "x", "x_stride", "residual", "residual_stride", "hidden", "qkv", "attention")
-        self.slots = {name: Slot(name) for name in (*names, "gate_up", "out", "workspace", "quantized")}
+        self.slots = {
+            name: Slot(name) for name in (*names, "gate_up", "out", "workspace", "quantized", "router_logits")
+        }
         self.program = Program()
         self.ranks = ranks
         self.lengths: list[int] = []
         self.buffers = buffers
         self.groups: dict[int, tuple[str, _GroupSlots]] = {}
+        self.routed: dict[int, Routed] = {}
         self._begin()
         for i, layer in enumerate(layers):
             attn = layer.self_attn.attn
@@ -311,7 +377,7 @@ class Step:
             before = self.program.pending
             self._add_layer(layer, group, i == 0, i + 1 == len(layers), has_residual)
             self.lengths.append(self.program.pending - before)
-        self._end(_linear_of(layers[-1].mlp.down_proj).n)
+        self._end(_linear_of(layers[0].self_attn.qkv_proj).k)
         self.program.finish()
 
     last_output = "out"
@@ -327,12 +393,13 @@ class Step:
     def _add_layer(self, layer: Any, group: _GroupSlots, first: bool, last: bool, has_residual: bool) -> None:
         """Append a layer's ops. ``hidden`` holds what the last linear made, and its norm."""
         program, slots, buffers = self.program, self.slots, self.buffers
-        attention, mlp, tokens = layer.self_attn, layer.mlp, slots["tokens"]
-        qkv_proj, o_proj, gate_up, down = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-        linears = {layer: _linear_of(layer) for layer in (qkv_proj, o_proj, gate_up, down)}
+        attention, mlp, tokens = layer.self_attn, _mlp_of(layer), slots["tokens"]
+        qkv_proj, o_proj, is_mixture = attention.qkv_proj, attention.o_proj, _is_mixture(mlp)
+        in_mlp = (mlp.gate,) if is_mixture else (mlp.gate_up_proj, mlp.down_proj)
+        linears = {layer: _linear_of(layer) for layer in (qkv_proj, o_proj, *in_mlp)}
         dtype, size = linears[qkv_proj].dtype, linears[qkv_proj].k
         buffers.want("hidden", size)
-        for name, linear in (("qkv", qkv_proj), ("gate_up", gate_up)):
+        for name, linear in (("qkv", qkv_proj), ("router_logits" if is_mixture else "gate_up", in_mlp[0])):
             buffers.want(name, linears[linear].n)
         buffers.want("attention", linears[o_proj].k)
         for native in linears.values():
@@ -381,7 +448,7 @@ class Step:
         given, residual = Rows(slots["x"], slots["x_stride"]), Rows(slots["residual"], slots["residual_stride"])
         qkv = Rows(slots["qkv"], linears[qkv_proj].n)
         attended = Rows(slots["attention"], linears[o_proj].k)
-        gated = Rows(slots["gate_up"], linears[gate_up].n)
+        made = Rows(slots[self.last_output], size) if last else hidden
 
         if first:
             added = residual if has_residual else None
@@ -390,8 +457,30 @@ class Step:
             norm_and_matmul(layer.input_layernorm, qkv_proj, hidden, residual, qkv, partial=True)
         self._add_attention(attention, dtype, group, qkv, attended)
         matmul(o_proj, attended, hidden, partial=True)
-        norm_and_matmul(layer.post_attention_layernorm, gate_up, hidden, residual, gated, partial=True)
-        activation_and_matmul(down, gated, Rows(slots[self.last_output], size) if last else hidden)
+        if is_mixture:
+            logits = Rows(slots["router_logits"], linears[mlp.gate].n)
+            self._add_sum_and_norm(layer.post_attention_layernorm, hidden, residual, hidden)
+            matmul(mlp.gate, hidden, logits)
+            self._add_experts(mlp.experts, dtype, hidden, logits, made)
+            return
+        gated = Rows(slots["gate_up"], linears[mlp.gate_up_proj].n)
+        norm_and_matmul(layer.post_attention_layernorm, mlp.gate_up_proj, hidden, residual, gated, partial=True)
+        activation_and_matmul(mlp.down_proj, gated, made)
+
+    def _add_experts(self, runner: Any, dtype: torch.dtype, x: Rows, logits: Rows, out: Rows) -> None:
+        """Append the router's choice, and the chosen experts' outputs [tokens, hidden]; ``out`` may be x itself."""
+        slots, layer, top_k = self.slots, runner.routed_experts, runner.router.top_k
+        routed = self.routed.get(top_k)
+        if routed is None:
+            routed = self.routed[top_k] = Routed(top_k, slots["tokens"])
+            routed.buffers |= {name: slots[name] for name in ("quantized", "workspace")}
+        made = layer.cpu_linear
+        self.buffers.want_bytes("ids", _EntryBytes(top_k))
+        self.buffers.want_bytes("weights", _EntryBytes(top_k))
+        for name in made.room(0, top_k, dtype):
+            self.buffers.want_bytes(name, _Room(made, name, top_k, dtype))
+        experts.add_route(self.program, routed, logits, dtype, runner.router)
+        made.add_to(self.program, routed, x, out, dtype, layer.activation)
 
     def _add_sum_and_norm(self, module: Any, hidden: Rows, residual: Rows, out: Rows) -> None:
         """Append what follows a row-parallel layer: the ranks' sum of ``hidden``, the residual's, and a norm."""
@@ -456,8 +545,14 @@ class Step:
         program.set(slots["tokens"], tokens)
         program.set(slots["positions"], positions.data_ptr())
         program.set(slots["out"], out.data_ptr())
-        for name in ("hidden", "qkv", "attention", "gate_up", "workspace", "quantized"):
-            program.set(slots[name], addresses[name])
+        for name in ("hidden", "qkv", "attention", "gate_up", "router_logits", "workspace", "quantized"):
+            program.set(slots[name], addresses.get(name, 0))
+        for top_k, routed in self.routed.items():
+            program.set(routed.entries, tokens * top_k)
+            program.set(routed.ids, addresses["ids"])
+            program.set(routed.weights, addresses["weights"])
+            for name, slot in routed.buffers.items():
+                program.set(slot, addresses[name])
         for layer_name, group in self.groups.values():
             group.set(program, metadata[layer_name])
 
@@ -570,7 +665,7 @@ class Segment:
         return step
 
     def _usable(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> bool:
-        if self.parent is not None and self.parent.aux_hidden_state_layers:
+        if self.parent is not None and getattr(self.parent, "aux_hidden_state_layers", None):
             return False
         return (
             not self._hooks.found()
@@ -686,6 +781,8 @@ def _everywhere(config: VllmConfig) -> str | None:
         return "VAC_DECODER=0"
     if config.compilation_config.mode not in (None, CompilationMode.NONE):
         return f"compilation mode {config.compilation_config.mode.name} traces the layers"
+    if config.aux_output_config.enable_return_routed_experts:
+        return "the chosen experts are asked for"
     if config.kv_transfer_config is not None:
         return "a KV connector wants to see every layer"
     return None

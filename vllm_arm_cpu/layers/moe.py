@@ -1,4 +1,4 @@
-"""Unquantized experts on our GEMM: one parallel region from the sorted rows to the summed outputs.
+"""Unquantized experts on our GEMM.
 
 vLLM's own experts for CPUs need ``vllm._C`` and keep their weights in a form
 for other instructions. gpt-oss's MXFP4 experts come here, too, as BF16: the
@@ -20,11 +20,13 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.utils.mem_utils import format_gib
 
 from vllm_arm_cpu.layers import linear
+from vllm_arm_cpu.layers.activation import add_activation
+from vllm_arm_cpu.layers.experts import ACTIVATIONS, ONLY, Experts, ExpertsMethod, Routed
 from vllm_arm_cpu.layers.linear_tuner import Shape
 from vllm_arm_cpu.native import library
-from vllm_arm_cpu.native.call import DTYPES, Call, pointer, scratch
+from vllm_arm_cpu.native.call import DTYPES, Call, pointer
+from vllm_arm_cpu.native.program import Program, Rows, Slot
 from vllm_arm_cpu.platform import upstream_ops_available
-from vllm_arm_cpu.quantization.moe import ACTIVATIONS, ONLY, Experts, ExpertsMethod
 from vllm_arm_cpu.quantization.packed import assign
 
 logger = init_logger("vllm.arm_cpu.moe")
@@ -65,37 +67,7 @@ class DenseExperts(Experts):
         # Whole cache lines, so that every expert's weight is aligned.
         super().__init__(num_experts, hidden, intermediate, tuple(-(-size // 64) * 64 for size in sizes), biases)
         self.dtype = dtype
-        gated = ("vac_moe_swiglu_oai", "vac_moe_swiglu_oai_args") if self._in_turn else _SILU
-        self._call = Call(
-            ("vac_moe_sort", "vac_moe_sort_args"),
-            ("vac_embedding", "vac_embedding_args"),
-            ("vac_gemm_grouped", "vac_gemm_grouped_args"),
-            gated,
-            ("vac_gemm_grouped", "vac_gemm_grouped_args"),
-            ("vac_moe_combine", "vac_moe_combine_args"),
-        )
-        _, gather, first, gate, second, _ = self._call.args
-        shapes = ((2 * intermediate, hidden), (hidden, intermediate))
-        for product, args in enumerate((first, second)):
-            args.num_groups, args.group_start = num_experts, _int32(self._starts)
-            args.rhs_group_stride = self.sizes[product]
-            each = args.each
-            each.dtype = each.out_dtype = each.bias_dtype = code
-            each.n, each.k = shapes[product]
-            each.lhs_stride, each.out_stride = each.k, each.n
-            each.rhs = pointer(self.packed[product])
-            bias = self.biases[product]
-            if bias is not None:
-                each.bias, each.bias_dtype = pointer(bias), DTYPES[bias.dtype]
-                args.bias_group_stride = bias.stride(0)
-        gather.dtype, gather.hidden_size, gather.out_token_stride = code, hidden, hidden
-        gate.dtype, gate.d = code, intermediate
-        if self._in_turn:
-            gate.alpha, gate.limit = alpha, limit
-            gate.x_stride, gate.out_stride = 2 * intermediate, intermediate
-        else:
-            gate.activation = getattr(lib, f"VAC_ACTIVATION_{ACTIVATIONS[activation]}")
-            gate.x_token_stride, gate.out_token_stride = 2 * intermediate, intermediate
+        self._activation, self._alpha, self._limit = activation, alpha, limit
 
     def _pack(self, target: Any, product: int, *weight: torch.Tensor) -> None:
         values = gates_first(weight[0]) if product == 0 and self._in_turn else weight[0]
@@ -106,47 +78,63 @@ class DenseExperts(Experts):
         args.rhs, args.rhs_stride, args.packed = pointer(values), values.stride(0), target
         pack.run()
 
-    def _activation_code(self, activation: MoEActivation) -> int:
-        """Nothing: the list of ops was made for the activation."""
-        return 0
+    def _make(self, dtype: torch.dtype, top_k: int, activation: MoEActivation) -> Any:
+        if dtype != self.dtype:
+            raise TypeError(f"input is {dtype}, the experts were packed as {self.dtype}")
+        return super()._make(dtype, top_k, activation)
 
-    def _run(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: int, out: torch.Tensor
+    def _work(self, tokens: int, entries: int, dtype: torch.dtype) -> dict[str, int]:
+        lib, hidden, intermediate = library.load(), self.hidden, self.intermediate
+        size = lib.vac_gemm_workspace_size
+        shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+        return {"workspace": max(size(DTYPES[dtype], entries, n, k, self._threads) for n, k in shapes)}
+
+    def _add_products(
+        self, program: Program, routed: Routed, x: Rows, dtype: torch.dtype, activation: MoEActivation
     ) -> None:
-        if x.dtype != self.dtype:
-            raise TypeError(f"input is {x.dtype}, the experts were packed as {self.dtype}")
-        lib, tokens, entries = library.load(), x.shape[0], ids.numel()
-        row_index, position = torch.empty((2, entries), dtype=torch.int32)
-        rows = torch.empty((entries, self.hidden), dtype=x.dtype)
-        gates = torch.empty((entries, 2 * self.intermediate), dtype=x.dtype)
-        gated = torch.empty((entries, self.intermediate), dtype=x.dtype)
-        sort, gather, first, gate, second, combine = self._call.args
-        workspace = scratch.pointer(
-            max(
-                lib.vac_gemm_workspace_size(DTYPES[x.dtype], entries, args.each.n, args.each.k, self._threads)
-                for args in (first, second)
-            )
+        code, buffers = DTYPES[dtype], routed.buffers
+        program.op(
+            "vac_embedding",
+            "vac_embedding_args",
+            dtype=code,
+            hidden_size=self.hidden,
+            table=(x.base, x.offset),
+            table_row_stride=x.stride,
+            vocab_end=routed.tokens,
+            ids=buffers["row_index"],
+            num_tokens=routed.entries,
+            out=buffers["rows"],
+            out_token_stride=self.hidden,
         )
-        self._set_sort(sort, ids, row_index, position)
-        gather.table, gather.table_row_stride, gather.vocab_end = pointer(x), x.stride(0), tokens
-        gather.ids, gather.num_tokens, gather.out = pointer(row_index), entries, pointer(rows)
-        for args, source, target in ((first, rows, gates), (second, gated, rows)):
-            args.each.m, args.each.workspace = entries, workspace
-            args.each.lhs, args.each.out = pointer(source), pointer(target)
+
+        def product(index: int, lhs: Slot, lhs_stride: int, out: Slot) -> None:
+            n, k = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))[index]
+            args = program.op(
+                "vac_gemm_grouped",
+                "vac_gemm_grouped_args",
+                num_groups=self.num_experts,
+                group_start=self._starts,
+                rhs_group_stride=self.sizes[index],
+            )
+            each = {"m": routed.entries, "n": n, "k": k, "dtype": code, "out_dtype": code, "bias_dtype": code}
+            each |= {"lhs": lhs, "lhs_stride": lhs_stride, "out": out, "out_stride": n, "rhs": self.packed[index]}
+            bias = self.biases[index]
+            if bias is not None:
+                each |= {"bias": bias, "bias_dtype": DTYPES[bias.dtype]}
+                args.bias_group_stride = bias.stride(0)
+            program.fill(args, **{f"each.{name}": value for name, value in each.items()})
+            program.fill(args, **{"each.workspace": buffers["workspace"]})
+
+        d, gates = self.intermediate, Rows(buffers["gates"], 2 * self.intermediate)
+        product(0, buffers["rows"], self.hidden, gates.base)
         if self._in_turn:
-            gate.num_rows = entries
+            args = program.op("vac_moe_swiglu_oai", "vac_moe_swiglu_oai_args", dtype=code, num_rows=routed.entries, d=d)
+            args.alpha, args.limit = self._alpha, self._limit
+            program.rows(args, "x", gates, "x_stride")
+            program.rows(args, "out", gates, "out_stride")
         else:
-            gate.num_tokens = entries
-        gate.x, gate.out = pointer(gates), pointer(gated)
-        self._set_combine(combine, weights, position, rows, out)
-        self._call.run()
-
-
-_SILU = ("vac_silu_and_mul", "vac_silu_and_mul_args")
-
-
-def _int32(tensor: torch.Tensor) -> Any:
-    return library.ffi.cast("int32_t *", tensor.data_ptr())
+            add_activation(program, ACTIVATIONS[self._activation], dtype, routed.entries, gates, d)
+        product(1, gates.base, 2 * d, buffers["rows"])
 
 
 def gates_first(weight: torch.Tensor, dim: int = 0) -> torch.Tensor:

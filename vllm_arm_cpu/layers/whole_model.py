@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models import llama, qwen2, qwen3
+from vllm.model_executor.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
 from vllm_arm_cpu.layers import decoder, norm
 from vllm_arm_cpu.layers.decoder import Hooks, NativeLinear, Segment, Step, forward_of, same_code
@@ -26,7 +26,13 @@ from vllm_arm_cpu.layers.ranks import Ranks
 from vllm_arm_cpu.native.call import DTYPES
 from vllm_arm_cpu.native.program import Rows, Slot
 
-_MODELS = (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM)
+_MODELS = (
+    llama.LlamaForCausalLM,
+    mixtral.MixtralForCausalLM,
+    qwen2.Qwen2ForCausalLM,
+    qwen3.Qwen3ForCausalLM,
+    qwen3_moe.Qwen3MoeForCausalLM,
+)
 
 
 def misfit(model: Any) -> str | None:
@@ -150,7 +156,7 @@ class WholeModel:
 
     def usable(self) -> bool:
         """Whether nobody wants to see what lies between the model's modules."""
-        return not self._model.model.aux_hidden_state_layers and not self._hooks.found()
+        return not getattr(self._model.model, "aux_hidden_state_layers", None) and not self._hooks.found()
 
     def run(
         self, metadata: dict[str, Any], input_ids: torch.Tensor, positions: torch.Tensor, with_logits: bool

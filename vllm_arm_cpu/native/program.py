@@ -69,7 +69,8 @@ class Program:
         """Append ``kernel`` with a new ``struct``; returns the struct, whose other fields may be set until the end.
 
         fields: numbers, tensors (their address; kept alive), None (NULL),
-        slots, or (slot, bytes to add). ``barrier``: later ops read what other threads write in this one.
+        slots, or (slot, bytes to add); a field of a struct inside the struct is ``"inner.field"``.
+        ``barrier``: later ops read what other threads write in this one.
         """
         args = ffi.new(f"{struct} *")
         self._index[_address(args)] = len(self._pending)
@@ -83,11 +84,13 @@ class Program:
             if isinstance(value, (Slot, tuple)):
                 slot, offset = value if isinstance(value, tuple) else (value, 0)
                 self._bind(args, name, slot, offset)
-            elif value is None or isinstance(value, torch.Tensor):
+                continue
+            inner, _, last = name.rpartition(".")
+            target = getattr(args, inner) if inner else args
+            if value is None or isinstance(value, torch.Tensor):
                 self._keep.append(value)
-                setattr(args, name, ffi.cast(_field(ffi.typeof(args).item, name).type, pointer(value)))
-            else:
-                setattr(args, name, value)
+                value = ffi.cast(_type(ffi.typeof(args).item, name), pointer(value))
+            setattr(target, last, value)
 
     def rows(self, args: Any, name: str, rows: Rows, stride: str) -> None:
         """Set the field ``name`` to a matrix's address, and the field ``stride`` to its stride."""
@@ -123,8 +126,8 @@ class Program:
         grouped: dict[tuple[int, int], tuple[Slot, list[int], list[int]]] = {}
         for index, name, slot, offset in self._bindings:
             struct = self._pending[index][1]
-            width = ffi.sizeof(_field(ffi.typeof(struct), name).type)
-            place = starts[index] + ffi.offsetof(struct, name)
+            width = ffi.sizeof(_type(ffi.typeof(struct), name))
+            place = starts[index] + ffi.offsetof(struct, *name.split("."))
             _, places, offsets = grouped.setdefault((id(slot), width), (slot, [], []))
             places.append(place // width)
             offsets.append(offset)
@@ -163,5 +166,8 @@ def _address(args: Any) -> int:
     return int(ffi.cast("uintptr_t", args))
 
 
-def _field(struct: Any, name: str) -> Any:
-    return next(description for field_name, description in struct.fields if field_name == name)
+def _type(struct: Any, name: str) -> Any:
+    """The type of a field, or of ``inner.field``."""
+    for part in name.split("."):
+        struct = next(description.type for field_name, description in struct.fields if field_name == part)
+    return struct

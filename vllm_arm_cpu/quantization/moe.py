@@ -1,15 +1,9 @@
-"""Experts with 8- and 4-bit weights: one parallel region from the sorted rows to the summed outputs.
-
-The classes here hold and run them, and load those of 8 bits; ``moe_int4.py`` loads those of 4.
-
-vLLM's router says which experts take each token; here the rows are sorted by
-expert, rounded once, multiplied by all experts' weights in two grouped
-products with the gated activation between them, and added up by token.
+"""Experts with 8- and 4-bit weights (see ``layers/experts.py``): the classes here hold them, and load those of 8 bits;
+``moe_int4.py`` loads those of 4.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -22,115 +16,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from vllm_arm_cpu import envs
-from vllm_arm_cpu.layers.linear_tuner import Choice, Shape
+from vllm_arm_cpu.layers.activation import add_activation
+from vllm_arm_cpu.layers.experts import ACTIVATIONS, ONLY, Experts, ExpertsMethod, Routed
+from vllm_arm_cpu.layers.linear_tuner import Shape
 from vllm_arm_cpu.native import library
-from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, ffi, pointer, scratch
+from vllm_arm_cpu.native.call import DTYPES, Call, ffi
+from vllm_arm_cpu.native.program import Program, Rows
 from vllm_arm_cpu.quantization.packed import assign, release
 from vllm_arm_cpu.quantization.w4a8 import Int4Weight, pack_weight
-from vllm_arm_cpu.runtime import memory
-
-MAX_TOKENS = 1024
-"""Tokens of one run of the kernels: bounds the scratch memory."""
-
-ACTIVATIONS = {
-    MoEActivation.SILU: "SILU",
-    MoEActivation.GELU: "GELU",
-    MoEActivation.GELU_TANH: "GELU_TANH",
-}
-
-ONLY = Choice("vac", {}, {}, "only one")
-
-
-class Experts(ABC):
-    """Packed weights of a layer's experts, and the call that runs tokens through them.
-
-    Args:
-        num_experts: E.
-        hidden: H, columns of the first product's weights, [2 I, H], and rows of the second's, [H, I].
-        intermediate: I.
-        sizes: bytes of one expert's packed weight in each product.
-        biases: [E, 2 I] and [E, H], or None.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        sizes: tuple[int, int],
-        biases: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> None:
-        self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
-        self.sizes, self.biases = sizes, biases
-        self.packed = [memory.allocate(size * num_experts) for size in sizes]
-        self.nbytes = sum(packed.numel() for packed in self.packed)
-        self._threads = library.load().vac_max_threads()
-        self._starts = torch.empty(num_experts + 1, dtype=torch.int32)
-
-    def load(self, expert: int, product: int, *weight: torch.Tensor | None) -> None:
-        """Pack one expert's weight of the first (0) or second (1) product; of what parts, the subclass says."""
-        target = pointer(self.packed[product])
-        self._pack(ffi.cast("char *", target) + expert * self.sizes[product], product, *weight)
-
-    def __call__(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: MoEActivation
-    ) -> torch.Tensor:
-        """x [tokens, H] of BF16, FP16 or FP32, weights and ids [tokens, k] -> [tokens, H]."""
-        rows = as_rows(x)
-        out = torch.empty_like(rows)
-        weights = as_rows(topk_weights.float())
-        ids = as_rows(topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32))
-        code = self._activation_code(activation)
-        for start in range(0, rows.shape[0], MAX_TOKENS):
-            part = slice(start, start + MAX_TOKENS)
-            self._run(rows[part], weights[part], ids[part], code, out[part])
-        return out.view(x.shape)
-
-    def _activation_code(self, activation: MoEActivation) -> int:
-        """The kernels' name of an activation."""
-        return int(getattr(library.load(), f"VAC_ACTIVATION_{ACTIVATIONS[activation]}"))
-
-    @abstractmethod
-    def _pack(self, target: Any, product: int, *weight: Any) -> None: ...
-
-    @abstractmethod
-    def _run(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: int, out: torch.Tensor
-    ) -> None: ...
-
-    def _set_sort(self, args: Any, ids: torch.Tensor, row_index: torch.Tensor, position: torch.Tensor) -> None:
-        args.topk_ids, args.ids_are_int64 = pointer(ids), ids.dtype == torch.int64
-        args.num_tokens, args.top_k = ids.shape
-        args.topk_ids_stride, args.num_experts = ids.stride(0), self.num_experts
-        args.expert_start = _int32(self._starts)
-        args.row_index, args.position = _int32(row_index), _int32(position)
-
-    def _set_combine(
-        self, args: Any, weights: torch.Tensor, position: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        args.dtype, args.out_dtype = DTYPES[rows.dtype], DTYPES[out.dtype]
-        args.num_tokens, args.top_k = weights.shape
-        args.hidden_size = self.hidden
-        args.topk_weights = ffi.cast("float *", weights.data_ptr())
-        args.topk_weights_stride, args.position = weights.stride(0), _int32(position)
-        args.rows, args.rows_stride = pointer(rows), rows.stride(0)
-        args.out, args.out_stride = pointer(out), out.stride(0)
-
-
-def _int32(tensor: torch.Tensor) -> Any:
-    return ffi.cast("int32_t *", tensor.data_ptr())
-
-
-class _Buffers:
-    """Parts of one block of scratch memory, each aligned to 64 bytes."""
-
-    def __init__(self, *sizes: int) -> None:
-        offsets, total = [], 0
-        for size in sizes:
-            offsets.append(total)
-            total += -(-size // 64) * 64
-        base = ffi.cast("char *", scratch.pointer(total))
-        self.parts = [base + offset for offset in offsets]
 
 
 class Int8Experts(Experts):
@@ -144,28 +37,6 @@ class Int8Experts(Experts):
         )
         # Whole cache lines, so that every expert's weight is aligned.
         super().__init__(num_experts, hidden, intermediate, tuple(-(-size // 64) * 64 for size in sizes), biases)
-        self._call = Call(
-            ("vac_moe_sort", "vac_moe_sort_args"),
-            ("vac_int8_quantize_rows", "vac_int8_quantize_rows_args"),
-            ("vac_int8_grouped_gemm", "vac_int8_grouped_gemm_args"),
-            ("vac_silu_and_mul_int8", "vac_silu_and_mul_int8_args"),
-            ("vac_silu_and_mul_int8_finish", 3),
-            ("vac_int8_grouped_gemm", "vac_int8_grouped_gemm_args"),
-            ("vac_moe_combine", "vac_moe_combine_args"),
-        )
-        _, quantize, first, silu, _, second, _ = self._call.args
-        quantize.quantization.mode = silu.quantization.mode = lib.VAC_INT8_DYNAMIC_SYMMETRIC
-        quantize.k = first.k = second.n = hidden
-        silu.d = second.k = intermediate
-        first.n = first.out_stride = silu.x_token_stride = 2 * intermediate
-        second.out_stride = hidden
-        for product, args in enumerate((first, second)):
-            args.num_experts = num_experts
-            args.rhs, args.rhs_expert_stride = pointer(self.packed[product]), self.sizes[product]
-            args.expert_start = _int32(self._starts)
-            bias = self.biases[product]
-            if bias is not None:
-                args.bias, args.bias_dtype, args.bias_stride = pointer(bias), DTYPES[bias.dtype], bias.stride(0)
 
     def _pack(self, target: Any, product: int, *weight: Any) -> None:
         values, scales = weight[0], weight[1].float().contiguous()
@@ -176,34 +47,67 @@ class Int8Experts(Experts):
         args.scales, args.packed = ffi.cast("float *", scales.data_ptr()), target
         pack.run()
 
-    def _run(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: int, out: torch.Tensor
-    ) -> None:
-        lib, tokens, entries = library.load(), x.shape[0], ids.numel()
-        row_index, position = torch.empty((2, entries), dtype=torch.int32)
-        gates = torch.empty((entries, 2 * self.intermediate), dtype=x.dtype)
-        outputs = torch.empty((entries, self.hidden), dtype=x.dtype)
-        sort, quantize, first, silu, _, second, combine = self._call.args
+    def _work(self, tokens: int, entries: int, dtype: torch.dtype) -> dict[str, int]:
+        lib, hidden, intermediate = library.load(), self.hidden, self.intermediate
         grouped = lib.vac_int8_grouped_gemm_workspace_size
-        parts = _Buffers(
-            lib.vac_int8_rows_size(tokens, self.hidden),
-            grouped(entries, 2 * self.intermediate, self.hidden, self._threads),
-            lib.vac_int8_rows_size(entries, self.intermediate),
-            lib.vac_silu_and_mul_int8_workspace_size(self.intermediate, self._threads),
-            grouped(entries, self.hidden, self.intermediate, self._threads),
-        ).parts
-        dtype = DTYPES[x.dtype]
-        self._set_sort(sort, ids, row_index, position)
-        quantize.dtype, quantize.m = dtype, tokens
-        quantize.x, quantize.x_stride, quantize.rows = pointer(x), x.stride(0), parts[0]
-        first.out_dtype = second.out_dtype = silu.dtype = dtype
-        first.num_rows = second.num_rows = second.num_rows_read = silu.num_tokens = entries
-        first.num_rows_read, first.rows, first.row_index = tokens, parts[0], _int32(row_index)
-        first.out, first.workspace = pointer(gates), parts[1]
-        silu.activation, silu.x, silu.rows, silu.workspace = activation, pointer(gates), parts[2], parts[3]
-        second.rows, second.out, second.workspace = parts[2], pointer(outputs), parts[4]
-        self._set_combine(combine, weights, position, outputs, out)
-        self._call.run()
+        return {
+            # The rows of the second product's input take the place of the first one's.
+            "quantized": max(lib.vac_int8_rows_size(tokens, hidden), lib.vac_int8_rows_size(entries, intermediate)),
+            "workspace": max(
+                grouped(entries, 2 * intermediate, hidden, self._threads),
+                lib.vac_silu_and_mul_int8_workspace_size(intermediate, self._threads),
+                grouped(entries, hidden, intermediate, self._threads),
+            ),
+        }
+
+    def _add_products(
+        self, program: Program, routed: Routed, x: Rows, dtype: torch.dtype, activation: MoEActivation
+    ) -> None:
+        lib, code, buffers = library.load(), DTYPES[dtype], routed.buffers
+        quantized, workspace = buffers["quantized"], buffers["workspace"]
+        name = "vac_int8_quantize_rows"
+        args = program.op(name, f"{name}_args", dtype=code, m=routed.tokens, k=self.hidden, rows=quantized)
+        args.quantization.mode = lib.VAC_INT8_DYNAMIC_SYMMETRIC
+        program.rows(args, "x", x, "x_stride")
+
+        def product(index: int, **fields: Any) -> None:
+            n, k = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))[index]
+            args = program.op(
+                "vac_int8_grouped_gemm",
+                "vac_int8_grouped_gemm_args",
+                out_dtype=code,
+                n=n,
+                k=k,
+                num_experts=self.num_experts,
+                num_rows=routed.entries,
+                expert_start=self._starts,
+                rhs=self.packed[index],
+                rhs_expert_stride=self.sizes[index],
+                out_stride=n,
+                rows=quantized,
+                workspace=workspace,
+            )
+            program.fill(args, **fields)
+            bias = self.biases[index]
+            if bias is not None:
+                program.fill(args, bias=bias, bias_dtype=DTYPES[bias.dtype], bias_stride=bias.stride(0))
+
+        product(0, num_rows_read=routed.tokens, row_index=buffers["row_index"], out=buffers["gates"])
+        for name in ("vac_silu_and_mul_int8", "vac_silu_and_mul_int8_finish"):
+            args = program.op(
+                name,
+                "vac_silu_and_mul_int8_args",
+                dtype=code,
+                activation=getattr(lib, f"VAC_ACTIVATION_{ACTIVATIONS[activation]}"),
+                num_tokens=routed.entries,
+                d=self.intermediate,
+                x=buffers["gates"],
+                x_token_stride=2 * self.intermediate,
+                rows=quantized,
+                workspace=workspace,
+            )
+            args.quantization.mode = lib.VAC_INT8_DYNAMIC_SYMMETRIC
+        product(1, num_rows_read=routed.entries, out=buffers["rows"])
 
 
 class Int4Experts(Experts):
@@ -240,43 +144,7 @@ class Int4Experts(Experts):
             raise ValueError(f"groups of {group} are no multiple of 32 up to {lib.VAC_INT4_MAX_GROUP}")
         super().__init__(num_experts, hidden, intermediate, sizes, biases)
         self.rounds_activations = envs.VAC_INT4 == "w4a8"
-        gemm = "vac_int4_w4a8" if self.rounds_activations else "vac_int4_w4a16"
-        self._workspace: Callable[..., int] = getattr(lib, f"{gemm}_workspace_size")
-        struct = "vac_int4_gemm_args"
-        if self.rounds_activations:
-            self._call = Call(
-                ("vac_moe_sort", "vac_moe_sort_args"),
-                ("vac_int4_w4a8_quantize", struct),
-                (gemm, 1),
-                ("vac_silu_and_mul", "vac_silu_and_mul_args"),
-                ("vac_int4_w4a8_quantize", struct),
-                (gemm, 4),
-                ("vac_moe_combine", "vac_moe_combine_args"),
-            )
-            self._args = [self._call.args[i] for i in (0, 1, 3, 4, 6)]
-        else:
-            self._call = Call(
-                ("vac_moe_sort", "vac_moe_sort_args"),
-                (gemm, struct),
-                ("vac_silu_and_mul", "vac_silu_and_mul_args"),
-                (gemm, struct),
-                ("vac_moe_combine", "vac_moe_combine_args"),
-            )
-            self._args = list(self._call.args)
-        _, first, silu, second, _ = self._args
-        for product, args in enumerate((first, second)):
-            args.n, args.k = shapes[product]
-            args.group, args.scale_dtype = self.groups[product], DTYPES[scale_dtype]
-            args.has_zero_points = zero_points
-            args.lhs_quantized, args.num_experts = 1, num_experts
-            args.rhs, args.rhs_expert_stride = pointer(self.packed[product]), self.sizes[product]
-            args.expert_start = _int32(self._starts)
-            args.out_stride = args.n
-            bias = self.biases[product]
-            if bias is not None:
-                args.bias, args.bias_dtype = pointer(bias.contiguous()), DTYPES[bias.dtype]
-        silu.d, silu.x_token_stride, silu.out_token_stride = intermediate, 2 * intermediate, intermediate
-        first.lhs_stride, second.lhs_stride = hidden, intermediate
+        self._gemm = "vac_int4_w4a8" if self.rounds_activations else "vac_int4_w4a16"
 
     def _pack(self, target: Any, product: int, *weight: Any) -> None:
         values, scales, *rest = weight
@@ -286,60 +154,59 @@ class Int4Experts(Experts):
         scales = scales.to(self.scale_dtype).contiguous()
         pack_weight(Int4Weight(values, scales, zero_points, k, self.groups[product]), target)
 
-    def _run(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: int, out: torch.Tensor
-    ) -> None:
-        tokens, entries = x.shape[0], ids.numel()
-        row_index, position = torch.empty((2, entries), dtype=torch.int32)
-        gates = torch.empty((entries, 2 * self.intermediate), dtype=x.dtype)
-        gated = torch.empty((entries, self.intermediate), dtype=x.dtype)
-        outputs = torch.empty((entries, self.hidden), dtype=x.dtype)
-        sort, first, silu, second, combine = self._args
-        dtype = DTYPES[x.dtype]
+    def _work(self, tokens: int, entries: int, dtype: torch.dtype) -> dict[str, int]:
+        size = getattr(library.load(), f"{self._gemm}_workspace_size")
         # Bytes for rows of the product's own, and for those of its inputs: the larger number covers both.
-        parts = _Buffers(
-            self._workspace(entries, first.n, first.k, first.group, self.num_experts, self._threads),
-            self._workspace(entries, second.n, second.k, second.group, self.num_experts, self._threads),
-        ).parts
-        self._set_sort(sort, ids, row_index, position)
-        for args, workspace in ((first, parts[0]), (second, parts[1])):
-            args.dtype = args.out_dtype = dtype
-            args.num_rows, args.workspace = entries, workspace
-        first.m, first.lhs, first.lhs_stride = tokens, pointer(x), x.stride(0)
-        first.row_index, first.out = _int32(row_index), pointer(gates)
-        silu.activation, silu.dtype, silu.num_tokens = activation, dtype, entries
-        silu.x, silu.out = pointer(gates), pointer(gated)
-        second.m, second.lhs, second.out = entries, pointer(gated), pointer(outputs)
-        self._set_combine(combine, weights, position, outputs, out)
-        self._call.run()
+        return {
+            "workspace": max(
+                size(entries, n, k, group, self.num_experts, self._threads)
+                for (n, k), group in zip(self.shapes, self.groups, strict=True)
+            )
+        }
 
+    def _add_products(
+        self, program: Program, routed: Routed, x: Rows, dtype: torch.dtype, activation: MoEActivation
+    ) -> None:
+        code, buffers = DTYPES[dtype], routed.buffers
 
-class ExpertsMethod(FusedMoEMethodBase):
-    """What runs the :class:`Experts` of a layer, quantized or not, which are its ``cpu_linear``."""
+        def product(index: int, **fields: Any) -> None:
+            (n, k), bias = self.shapes[index], self.biases[index]
+            if bias is not None:
+                bias = bias.contiguous()
+                fields |= {"bias": bias, "bias_dtype": DTYPES[bias.dtype]}
+            for kernel in ("vac_int4_w4a8_quantize", self._gemm) if self.rounds_activations else (self._gemm,):
+                program.op(
+                    kernel,
+                    "vac_int4_gemm_args",
+                    dtype=code,
+                    out_dtype=code,
+                    n=n,
+                    k=k,
+                    group=self.groups[index],
+                    scale_dtype=DTYPES[self.scale_dtype],
+                    has_zero_points=self.zero_points,
+                    lhs_quantized=1,
+                    num_experts=self.num_experts,
+                    num_rows=routed.entries,
+                    expert_start=self._starts,
+                    rhs=self.packed[index],
+                    rhs_expert_stride=self.sizes[index],
+                    out_stride=n,
+                    workspace=buffers["workspace"],
+                    **fields,
+                )
 
-    @property
-    def is_monolithic(self) -> bool:
-        """vLLM's router chooses the experts."""
-        return False
-
-    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """Nothing: vLLM's own kernels are not used."""
-
-    def apply(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The weighted sum of the chosen experts' outputs; shared experts are the caller's."""
-        if layer.apply_router_weight_on_input:
-            x = x * topk_weights.to(x.dtype)
-            topk_weights = torch.ones_like(topk_weights)
-        result: torch.Tensor = layer.cpu_linear(x, topk_weights, topk_ids, layer.activation)
-        return result
+        gates = Rows(buffers["gates"], 2 * self.intermediate)
+        product(
+            0,
+            m=routed.tokens,
+            lhs=(x.base, x.offset),
+            lhs_stride=x.stride,
+            row_index=buffers["row_index"],
+            out=gates.base,
+        )
+        add_activation(program, ACTIVATIONS[activation], dtype, routed.entries, gates, self.intermediate)
+        product(1, m=routed.entries, lhs=gates.base, lhs_stride=gates.stride, out=buffers["rows"])
 
 
 class ArmMoEMethod(ExpertsMethod):

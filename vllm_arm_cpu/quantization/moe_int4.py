@@ -22,9 +22,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_wna16 as upstream_wna16,
 )
 
+from vllm_arm_cpu.layers.experts import Experts
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.quantization import formats
-from vllm_arm_cpu.quantization.moe import ArmMoEMethod, Experts, Int4Experts
+from vllm_arm_cpu.quantization.moe import ArmMoEMethod, Int4Experts
 
 
 class _ArmInt4MoEMethod(ArmMoEMethod):

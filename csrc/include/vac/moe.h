@@ -1,4 +1,5 @@
-/* Mixture of experts, around the grouped products: rows sorted by expert, and experts' outputs added up by token.
+/* Mixture of experts, around the grouped products: experts chosen for each token, rows sorted by expert, and experts'
+ * outputs added up by token.
  *
  * An entry is a pair (token, choice): the expert topk_ids[token, choice] takes the token's row. Strides are in
  * elements. Kernels check nothing; the _check functions do.
@@ -11,6 +12,28 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+enum { VAC_MOE_MAX_TOP_K = 64 };
+
+typedef struct vac_moe_route_args {
+    int32_t dtype; /* enum vac_dtype, of logits */
+    size_t num_tokens;
+    size_t num_experts;
+    size_t top_k;       /* 1 to VAC_MOE_MAX_TOP_K, and no more than num_experts */
+    const void *logits; /* [num_tokens, num_experts] dtype, row stride logits_stride >= num_experts, read */
+    size_t logits_stride;
+    int32_t renormalize; /* zero: weights are probabilities among all experts; else among the chosen ones */
+    float *topk_weights; /* [num_tokens, top_k], no gaps, written */
+    int32_t *topk_ids;   /* [num_tokens, top_k], no gaps, written: all different, the likeliest first */
+} vac_moe_route_args;
+
+/* Kernel: softmax routing. The top_k largest logits of each token, of equal ones those with the lower ids, and their
+ * softmax in FP32 (relative error of the exponential below 2^-22; a logit that is 87 below the largest weighs nothing).
+ * A NaN among a token's logits counts as the least of them, and makes its weights NaN. Split over tokens. */
+void vac_moe_route(const void *args /* vac_moe_route_args */, uint32_t thread_index, uint32_t thread_count);
+
+/* VAC_OK, or VAC_INVALID_ARGUMENT for a missing pointer, a stride that is too small, or a top_k out of range. */
+int vac_moe_route_check(const vac_moe_route_args *args);
 
 typedef struct vac_moe_sort_args {
     const void *topk_ids;  /* [num_tokens, top_k] int32_t or int64_t, row stride topk_ids_stride >= top_k, read */
