@@ -3,14 +3,12 @@
     bench_step.py --root ROOT --site SITE --packages PACKAGES --output FILE [--weights KIND ...] [--no-peer] [--top N]
         [--async-scheduling]
 
-Two tiny Llama models that differ in their number of layers run in an engine
-inside one process, on one thread; a layer's share is the difference between
-the two, the fixed share what is left. Instructions are told apart by the
-library and symbol they lie in. --weights bf16 w8a8 w4a8: models of each kind; the sides of quantized ones are named
-``ours_w8a8`` and so on. The output is a JSON object: side -> sequences
--> {"fixed": n, "per_layer": n, "per_layer_outside_gemv": n, "families":
-{name: {"fixed": n, "per_layer": n}}}; "ours" and "upstream_eager" also have
-the figures of one sequence at their top.
+Two tiny Llama models that differ in their number of layers run in an engine inside one process, on one thread; a
+layer's share is the difference between the two, the fixed share what is left. Instructions are told apart by the
+library and symbol they lie in. --weights bf16 w8a8 w4a8 moe: models of each kind (moe: BF16 with experts); the sides
+of quantized ones are named ``ours_w8a8`` and so on. The output is a JSON object: side -> sequences -> {"fixed": n,
+"per_layer": n, "per_layer_outside_gemv": n, "families": {name: {"fixed": n, "per_layer": n}}}; "ours" and
+"upstream_eager" also have the figures of one sequence at their top.
 """
 
 from __future__ import annotations
@@ -195,7 +193,7 @@ def main() -> None:
     parser.add_argument("--site", required=True, help="where our wheel is installed")
     parser.add_argument("--packages", required=True, help="the Arm root's site-packages, with numpy, torch and vllm")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--weights", nargs="+", choices=("bf16", "w8a8", "w4a8"), default=["bf16"])
+    parser.add_argument("--weights", nargs="+", choices=("bf16", "w8a8", "w4a8", "moe"), default=["bf16"])
     parser.add_argument("--no-peer", action="store_true", help="leave upstream out")
     parser.add_argument("--only-peer", action="store_true", help="leave ours out")
     parser.add_argument("--top", type=int, default=0, help="also print the N symbols with most instructions")

@@ -1,6 +1,6 @@
 """Run decode steps of tiny random Llama models, with a region of interest around them (aarch64, under the cost plugin).
 
-    run_steps.py ours | upstream SCRATCH_DIRECTORY [bf16 | w8a8 | w4a8] [--async-scheduling]
+    run_steps.py ours | upstream SCRATCH_DIRECTORY [bf16 | w8a8 | w4a8 | moe] [--async-scheduling]
 
 Prints a JSON line per region: layers and sequences of the engine, steps in
 the region; and at the end one with the process's executable mappings.
@@ -34,23 +34,31 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(directory: Path, layers: int, kind: str) -> str:
-    """A Llama checkpoint without weights: the engine makes them. kind: ``bf16`` or one of ``WEIGHTS``."""
-    from transformers import LlamaConfig
+    """A checkpoint without weights: the engine makes them.
 
-    path = directory / f"llama-{layers}"
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ).save_pretrained(path)
-    if kind != "bf16":
+    kind: ``bf16`` or one of ``WEIGHTS`` for a Llama; ``moe`` for a Qwen3-MoE whose tokens take 2 of 8 experts, each
+    half as wide as the Llama's MLP.
+    """
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    path = directory / f"{kind}-{layers}"
+    sizes = {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    if kind == "moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
+        Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **sizes, **experts).save_pretrained(path)
+    else:
+        LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(path)
+    if kind in WEIGHTS:
         file = path / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization(kind)}))
     return str(path)
