@@ -31,10 +31,13 @@ missing() {
 
 run() {
     local machine failed=''
+    # Four nodes have twice the cores, on as many real ones.
+    local -A seconds=([two]=720 [four]=1440)
     scripts/env.sh numa
     for machine in "$@"; do
         echo "--- machine with $machine nodes"
-        boot --count-traffic --timeout 720 "$machine" python3 -m pytest -p no:cacheprovider tests/numa || failed+=" $machine"
+        boot --count-traffic --timeout "${seconds[$machine]}" "$machine" \
+            python3 -m pytest -p no:cacheprovider --durations 5 tests/numa || failed+=" $machine"
     done
     [ -z "$failed" ] || fail "tests failed on the machines:$failed" "read the output above"
 }

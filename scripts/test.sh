@@ -113,22 +113,22 @@ upstream_shim() {
     [ ! -e "$BUILD/upstream-shim.so" ] || return 0
     echo 'void abort(void); void sbgemm_(void) { abort(); }' | "${compiler[@]}" -shared -fPIC -x c -o "$BUILD/upstream-shim.so" -
 }
-# Full-system emulation of the named machines; the only part that a machine may be unable to run.
+# Full-system emulation of the machines named behind the time limit; the only part that a machine may be unable to run.
 numa() {
     local reason
     reason=$(scripts/numa.sh missing)
     if [ -n "$reason" ]; then
         printf 'test: %-22s %-12s          %s\n' numa skipped "$reason"
     else
-        group numa $((750 * $#)) scripts/numa.sh run "$@"
+        group numa "$1" scripts/numa.sh run "${@:2}"
     fi
 }
-numa_two() { numa two; }
+numa_two() { numa 750 two; }
 e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
 unit | emulation | e2e | upstream | slow | soak) "$1" ;;
-numa) numa two four ;;
+numa) numa 2250 two four ;;
 kernels) kernels_v2; kernels_n1 ;;
 integration) integration_rest; integration_quantized; integration_models; integration_ranks; integration_n1 ;;
 fast) unit; kernels_v2; kernels_n1 ;;

@@ -79,8 +79,11 @@ class Ranks:
         (node,) = self.plans[rank].memory_nodes
         return node
 
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-        """Run ``function(member, *arguments)`` in all ranks; what they return, in the order of ranks."""
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
+        """Run ``function(member, *arguments)`` in all ranks; what they return, in the order of ranks.
+
+        The first call waits for the processes to import what they need, too: eight at once, on two real cores.
+        """
         deadline = time.monotonic() + timeout
         for connection in self.connections:
             connection.send((function, arguments))

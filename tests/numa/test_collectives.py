@@ -21,7 +21,7 @@ def test_mixed_calls(world_size: int, machine: Machine, start_ranks: Callable[[i
     if world_size > cpus:
         pytest.skip(f"{world_size} ranks need as many CPUs, this machine has {cpus}")
     ranks = start_ranks(world_size)
-    found = ranks.call(bodies.mixed_calls, SIZES, [LARGEST], timeout=200)
+    found = ranks.call(bodies.mixed_calls, SIZES, [LARGEST], timeout=500)
     assert len({digest for digest, _ in found}) == 1
     region = PART + 2 * bodies.COLLECTIVES_SLOT
     for rank, (_, address) in enumerate(found):
