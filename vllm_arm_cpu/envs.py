@@ -287,7 +287,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "VAC_RANK_TIMEOUT",
-        "8",
+        "5",
         "seconds, from 1 to 3600",
         "How long a tensor-parallel rank waits in the middle of a step for another one that lives but does not come, "
         "before the engine ends with a message that names it. A rank whose process has ended is noticed at once.",

@@ -1,38 +1,89 @@
-"""``vllm serve --tensor-parallel-size 2``: answers, and what becomes of the server when a rank hangs."""
+"""``vllm serve --tensor-parallel-size 2``: answers, and what becomes of a server that loses a rank or its engine."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import END_TIMEOUT, START_TIMEOUT
-from tests.e2e.server import ROOT, HttpError, Server
+from tests.e2e.server import MODEL, ROOT, HttpError, Server
 
 GOLDEN = {entry["name"]: entry for entry in json.loads((ROOT / "tests/data/golden_tokens.json").read_text())["prompts"]}
+
+# As in workers.py, which only a process with vLLM can import.
+DAMAGED_MODEL, DIES = "TEST_DAMAGED_MODEL", "the engine dies at"
+
+# Emulated on busy cores, a rank may be late by seconds.
+SETTINGS = {"VAC_LINEAR": "vac", "VAC_RANK_TIMEOUT": "8"}
+# The ranks' processes import vLLM once more, beside each other.
+RANKS_START_TIMEOUT = 2 * START_TIMEOUT
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("ranks"), {"VAC_LINEAR": "vac"}, "--tensor-parallel-size", "2")
+    server = Server(tmp_path_factory.mktemp("ranks"), SETTINGS, "--tensor-parallel-size", "2")
     try:
         server.start()
-        # The ranks' processes import vLLM once more, beside each other.
-        server.wait_until_ready(START_TIMEOUT * 2)
+        server.wait_until_ready(RANKS_START_TIMEOUT)
         yield server
     finally:
+        server.kill()
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Iterator[list[Server]]:
+    """For servers of one test, which end with it."""
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
         server.kill()
 
 
 def rank_pids(server: Server) -> dict[int, int]:
     """Process of each rank, as the log has them."""
     return {int(rank): int(pid) for rank, pid in re.findall(r"Worker_TP(\d+) pid=(\d+)\)", server.log())}
+
+
+def seconds_until(server: Server, report: str, since: float, timeout: float = 30) -> float:
+    """Seconds from ``since`` until the log says something, a regular expression."""
+    while not re.search(report, server.log()):
+        assert time.monotonic() - since < timeout, server.log_tail()
+        time.sleep(0.05)
+    return time.monotonic() - since
+
+
+def assert_over(server: Server, since: float) -> float:
+    """The server ends with an error, and nothing is left; returns the seconds that took."""
+    assert server.wait(END_TIMEOUT) > 0, server.log_tail()
+    assert server.wait_until_gone(END_TIMEOUT) == []
+    seconds = time.monotonic() - since
+    assert server.leftovers() == []
+    return seconds
+
+
+class Client(threading.Thread):
+    """Asks for a long answer, and keeps what goes wrong."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.failed: BaseException | None = None
+        self._server = server
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._server.complete(GOLDEN["medium"]["prompt_token_ids"], 200, ignore_eos=True)
+        except (OSError, HttpError) as error:
+            self.failed = error
 
 
 def test_completion(ranks: Server) -> None:
@@ -44,32 +95,78 @@ def test_completion(ranks: Server) -> None:
 
 
 def test_rank_that_hangs(ranks: Server) -> None:
-    """The server says which rank it is within ten seconds, ends with an error, and leaves nothing."""
+    """In the middle of an answer: the server says which rank it is, ends with an error, and leaves nothing."""
     pids = rank_pids(ranks)
     assert sorted(pids) == [0, 1]
-    before = len(ranks.log())
-    failed: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            ranks.complete(GOLDEN["medium"]["prompt_token_ids"], 200, ignore_eos=True)
-        except (OSError, HttpError) as error:
-            failed.append(error)
-
-    client = threading.Thread(target=ask)
-    client.start()
+    client = Client(ranks)
     time.sleep(2)
     begin = time.monotonic()
     os.kill(pids[1], signal.SIGSTOP)
-    report = rf"rank 1 of group tp:0 \(node \d+, CPUs [\d,-]+, process {pids[1]}\) did not come within 8 s"
-    while not re.search(report, ranks.log()[before:]):
-        assert time.monotonic() - begin < 15, ranks.log_tail()
-        time.sleep(0.1)
-    reported = time.monotonic() - begin
+    place = rf"\(node \d+, CPUs [\d,-]+, process {pids[1]}\)"
+    reported = seconds_until(ranks, rf"rank 1 of group tp:0 {place} did not come within 8 s", begin)
     # The limit of 8 seconds, and what an emulated process takes to tell.
     assert reported < 12, reported
-    assert ranks.wait(END_TIMEOUT) != 0
-    assert ranks.wait_until_gone(END_TIMEOUT) == []
+    over = assert_over(ranks, begin)
+    print(f"a rank that hangs: reported after {reported:.1f} s, over after {over:.1f} s")
     client.join(30)
-    assert failed, "the client was not told"
-    assert ranks.leftovers() == []
+    assert client.failed is not None, "the client was not told"
+
+
+@pytest.mark.slow
+def test_killed_rank(tmp_path: Path, others: list[Server]) -> None:
+    """In the middle of an answer, by SIGKILL as by the kernel for want of memory."""
+    server = Server(tmp_path, SETTINGS, "--tensor-parallel-size", "2")
+    others.append(server)
+    server.start()
+    server.wait_until_ready(RANKS_START_TIMEOUT)
+    pid = rank_pids(server)[1]
+    client = Client(server)
+    time.sleep(2)
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    report = rf"rank 1 \(node \d+, CPUs [\d,-]+\), process {pid}, was killed by SIGKILL: by hand, or by the kernel"
+    reported = seconds_until(server, report, begin)
+    assert reported < 10, reported
+    over = assert_over(server, begin)
+    print(f"a killed rank: reported after {reported:.1f} s, over after {over:.1f} s")
+    client.join(30)
+    assert client.failed is not None, "the client was not told"
+
+
+@pytest.mark.slow
+def test_rank_that_cannot_load(tmp_path: Path, others: list[Server]) -> None:
+    """The second rank finds a file that was cut short: the server does not start, and says why and where."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(MODEL, damaged)
+    weights = damaged / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    settings = {**SETTINGS, DAMAGED_MODEL: str(damaged)}
+    arguments = ("--tensor-parallel-size", "2", "--worker-cls", "tests.e2e.workers.DamagedDisk")
+    server = Server(tmp_path, settings, *arguments)
+    others.append(server)
+    server.start()
+    begin = time.monotonic()
+    reason = r"Worker[^)]* pid=(\d+)\).*SafetensorError"
+    seconds_until(server, reason, begin, RANKS_START_TIMEOUT)
+    (pid,) = set(re.findall(reason, server.log()))
+    begin = time.monotonic()
+    report = rf"rank 1 \(node \d+, CPUs [\d,-]+\), process {pid}, has ended with exit code 1"
+    reported = seconds_until(server, report, begin)
+    assert reported < 10, reported
+    over = assert_over(server, begin)
+    print(f"a rank that cannot load: reported after {reported:.1f} s, over after {over:.1f} s")
+    assert "loading failed: rank 1 (" in server.log()
+    assert "rank 0 (node" not in server.log(), "the rank that could load is blamed, too"
+
+
+@pytest.mark.slow
+def test_engine_that_dies_before_it_serves(tmp_path: Path, others: list[Server]) -> None:
+    """Killed by the first call after the handshake, which nobody will answer: the server does not wait for it."""
+    server = Server(tmp_path, SETTINGS, "--worker-cls", "tests.e2e.workers.ShortLife")
+    others.append(server)
+    server.start()
+    seconds_until(server, DIES, time.monotonic(), START_TIMEOUT)
+    begin = float(re.findall(rf"{DIES} ([\d.]+)", server.log())[0])
+    over = assert_over(server, begin)
+    print(f"an engine that dies before it serves: over after {over:.1f} s")
+    assert "EngineDeadError" in server.log()

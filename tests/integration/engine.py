@@ -31,9 +31,10 @@ def engine(model: Path | str = MODEL, environ: dict[str, str] | None = None, **a
 
     ``environ`` is set while the engine is made: our variables are read then.
     Linear layers run on our kernels unless it says otherwise: which kernel is
-    fastest under emulation means nothing.
+    fastest under emulation means nothing. A rank on busy cores may be late by
+    seconds.
     """
-    environ = {"VAC_LINEAR": "vac"} | (environ or {})
+    environ = {"VAC_LINEAR": "vac", "VAC_RANK_TIMEOUT": "8"} | (environ or {})
     settings = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "seed": 0, "disable_log_stats": False}
     saved = {name: os.environ.get(name) for name in environ}
     os.environ.update(environ)

@@ -271,8 +271,16 @@ def test_moe_methods() -> None:
 
 def test_engine_death() -> None:
     """A server stops when its engine is gone, and nobody is told with what status it should end."""
+    from vllm_arm_cpu.compat import engine_death
+
     launcher = Source("entrypoints/launchers/launcher.py")
-    assert "terminate_if_errored(server, engine)" in launcher.function("watchdog_loop")
+    watch = launcher.function("watchdog_loop")
+    assert "terminate_if_errored(server, engine)" in watch and "asyncio.sleep(VLLM_WATCHDOG_TIME_S)" in watch
+    assert launcher.parameters("watchdog_loop") == own_parameters(engine_death.watchdog_loop)
+    # What receives tokens ends with the engine, and says so.
+    assert "self.output_handler = asyncio.create_task(" in Source("v1/engine/async_llm.py").function(
+        "AsyncLLM._run_output_handler"
+    )
     check = launcher.function("terminate_if_errored")
     assert "server.should_exit = True" in check and "exit(" not in check.replace("should_exit", "")
     assert launcher.parameters("terminate_if_errored") == ["server", "engine"]
@@ -281,6 +289,18 @@ def test_engine_death() -> None:
     entry = Source("entrypoints/launchers/api_server/entry.py")
     assert "serve_http" in entry.imports()
     assert "return await serve_http(" in entry.function("build_and_serve")
+
+    # Whoever asks an engine that dies waits for ever, and the server asks before it serves.
+    client = Source("v1/engine/core_client.py")
+    call = client.function("AsyncMPClient._call_utility_async")
+    assert call.rstrip().endswith("return await future")
+    assert client.parameters("AsyncMPClient._call_utility_async") == ["self", "method", "engine"]
+    assert own_parameters(engine_death.call_utility) == ["self", "method", "args", "engine"]
+    receives = client.function("AsyncMPClient._ensure_output_queue_task")
+    assert "resources.output_queue_task = asyncio.create_task(" in receives
+    assert "utility_results" not in receives.partition("except Exception")[2], "calls of a dead engine fail now"
+    ready = entry.function("build_async_engine_client_from_engine_args")
+    assert "await async_llm.reset_mm_cache()" in ready
 
 
 def test_engine_shutdown() -> None:

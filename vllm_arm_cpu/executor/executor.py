@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ from vllm_arm_cpu.runtime import frontend, numa, topology
 from vllm_arm_cpu.runtime.numa import RankPlan
 
 logger = init_logger("vllm.arm_cpu.executor")
+
+_GRACE_SECONDS = 1.0
+"""For ranks to end by themselves once one of them has failed: nothing that they could still do is of use."""
+
+_FIRST_END_SECONDS = 5.0
+"""For a rank that cannot load to be gone, so that it can be named."""
 
 
 class NumaExecutor(MultiprocExecutor):
@@ -50,24 +57,41 @@ class NumaExecutor(MultiprocExecutor):
         # refuses more ranks than nodes.
         upstream = multiproc_executor.OMPProcessManager
         multiproc_executor.OMPProcessManager = lambda config: _Births(self.plans)
-        watch = _Watch(self)
+        self._watch = _Watch(self)
         try:
             super()._init_executor()
         except Exception as error:
-            if watch.first is None:
+            if self._watch.first is None:
                 raise
-            raise RuntimeError(f"loading failed: {watch.first}") from error
+            raise RuntimeError(f"loading failed: {self._watch.first}") from error
         finally:
             multiproc_executor.OMPProcessManager = upstream
 
-    @staticmethod
-    def _ensure_worker_termination(worker_procs: list[BaseProcess]) -> None:
-        """As vLLM's, without its patience for processes that are stopped: these hear no request to end."""
+    def _ensure_worker_termination(self, worker_procs: list[BaseProcess]) -> None:
+        """As vLLM's where all is well; ranks of an engine that has failed are not waited for.
+
+        Their own end may take seconds, or never come: a rank that loads does not hear that it should end, one that
+        hangs does not listen, and one that is stopped cannot.
+        """
+        # Called while an error is on its way, or by the one who saw a rank end.
+        if not (self.is_failed or isinstance(sys.exc_info()[1], Exception)):
+            MultiprocExecutor._ensure_worker_termination(worker_procs)
+            return
+        if not hasattr(self, "workers"):
+            # The one that cannot load is on its way out.
+            self._watch.ended.wait(_FIRST_END_SECONDS)
+        # What ends from here on is no news.
+        self.shutting_down = True
+        deadline = time.monotonic() + _GRACE_SECONDS
         for process in worker_procs:
-            if process.is_alive() and _is_stopped(process.pid):
-                logger.error("%s, process %s, is stopped: killing it", process.name, process.pid)
+            if not _is_stopped(process.pid):
+                process.join(max(0.0, deadline - time.monotonic()))
+        for process in worker_procs:
+            if process.is_alive():
+                logger.error("%s, process %s, does not end: killing it", process.name, process.pid)
                 process.kill()
-        MultiprocExecutor._ensure_worker_termination(worker_procs)
+        for process in worker_procs:
+            process.join(_GRACE_SECONDS)
 
     def describe(self, rank: int) -> str:
         """A rank's name for messages: where it is."""
@@ -102,10 +126,12 @@ class _Watch:
 
     Attributes:
         first: the sentence about the first rank that ended by itself, or None.
+        ended: set when there is one.
     """
 
     def __init__(self, executor: NumaExecutor) -> None:
         self.first: str | None = None
+        self.ended = threading.Event()
         self._executor = executor
         threading.Thread(target=self._run, name="vac-rank-watch", daemon=True).start()
 
@@ -123,6 +149,7 @@ class _Watch:
                 who = self._executor.describe(int(process.name.split("-")[1]))
                 self.first = f"{who}, process {process.pid}, {_end_of(process)}"
                 logger.error("%s", self.first)
+                self.ended.set()
                 return
             if not seen:
                 threading.Event().wait(0.2)
