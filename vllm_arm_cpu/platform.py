@@ -44,6 +44,9 @@ class ArmCpuPlatform(CpuPlatform):
     # sampling, vocabulary shards): inductor would call g++ in the middle of a request.
     simple_compile_backend = "eager"
 
+    # Upstream's CPU platform refuses Ray, for want of a name.
+    ray_device_key = plan.RAY_RESOURCE
+
     @classmethod
     def import_kernels(cls) -> None:
         """Load ``vllm._C`` if the installed vLLM has it; nothing of ours needs it."""

@@ -287,6 +287,7 @@ def test_policy_of_this_process() -> None:
 
 def config(**changes: object) -> SimpleNamespace:
     defaults = {"local_world_size": 1, "data_parallel_size_local": 1, "data_parallel_rank_local": None, "nnodes": 1}
+    defaults["assigned_physical_gpu_ids"] = None
     return SimpleNamespace(**{**defaults, "distributed_executor_backend": "mp", **changes})
 
 
@@ -314,6 +315,25 @@ def test_ranks_of_another_launcher(tmp_path: Path) -> None:
     found = read(machines.small_cgroup(), tmp_path)
     (only,) = engine_plan.plan_engine(config(local_world_size=16, distributed_executor_backend="ray"), found)
     assert only.threads.cpus == (5, 17, 90)
+
+
+def test_ranks_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray was told how many ranks a machine takes, and numbers them; other engines may have the other numbers."""
+    nodes = [{"NodeID": "there", "Resources": {"GPU": 8.0}}, {"NodeID": "here", "Resources": {"GPU": 4.0, "CPU": 3.0}}]
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    ray = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: nodes, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    found = read(machines.kunpeng920(), tmp_path)
+    for variable in ("VAC_BIND", "VAC_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    for assigned, expected in (([1, 3], [1, 3]), ([2], [2]), (None, [0, 1, 2, 3]), ([9], [0, 1, 2, 3])):
+        ranks = config(local_world_size=16, distributed_executor_backend="ray", assigned_physical_gpu_ids=assigned)
+        assert [entry.node for entry in engine_plan.plan_engine(ranks, found)] == expected
+    # A machine that offers nothing by that name, and a process without Ray.
+    nodes[1]["Resources"] = {"CPU": 3.0}
+    assert [entry.threads.num_threads for entry in engine_plan.plan_engine(ranks, found)] == [191]
+    ray.is_initialized = lambda: False
+    assert len(engine_plan.plan_machine(ranks, found)) == 1
 
 
 def test_executor_is_for_several_ranks_of_one_machine() -> None:

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_arm_cpu.envs import format_cpu_list
-from vllm_arm_cpu.executor.plan import plan_machine
+from vllm_arm_cpu.executor.plan import is_foreign, plan_machine
 from vllm_arm_cpu.runtime import frontend
 
 logger = init_logger("vllm.arm_cpu.frontend")
@@ -29,6 +29,8 @@ def init(self: AsyncMPClient, vllm_config: VllmConfig, *args: Any, **kwargs: Any
     import torch
 
     _init(self, vllm_config, *args, **kwargs)
+    if is_foreign(vllm_config.parallel_config):
+        return  # Ray may put ranks on any core of this machine
     machine = frontend.read()
     plans = [plan.threads for plan in plan_machine(vllm_config.parallel_config, machine)]
     found = frontend.enter(machine, plans, self.client_count, set_num_threads=torch.set_num_threads)

@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from vllm_arm_cpu import compat, layers, quantization
 from vllm_arm_cpu.compat import checkpoint_pages, gloo_device, torch_threads
-from vllm_arm_cpu.executor.plan import plan_engine
+from vllm_arm_cpu.executor.plan import is_foreign, plan_engine, plan_machine
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.runtime import frontend, memory, numa, preload, threads, topology
@@ -74,6 +74,10 @@ class ArmCpuWorker(CPUWorker):
         self._affinity = os.sched_getaffinity(0)
         parallel_config = vllm_config.parallel_config
         plans = plan_engine(parallel_config, self.topology) if inherited is None else ()
+        self._ranks_here = max(1, parallel_config.local_world_size)
+        if is_foreign(parallel_config):
+            # vLLM counts those of other machines, too.
+            self._ranks_here = len(plan_machine(parallel_config, self.topology))
         self.plan = inherited or plans[local_rank % len(plans)]
         if inherited is None and self.plan.memory_nodes:
             # An engine of one rank beside others: nobody could set this before its process began.
@@ -111,9 +115,9 @@ class ArmCpuWorker(CPUWorker):
         """Bytes that this rank may count on, and how many of them are free."""
         nodes, share = self.plan.memory_nodes or None, self.plan.memory_share
         total, available = self.topology.memory_bytes(nodes), self.topology.available_memory_bytes(nodes)
-        ranks = max(1, self.parallel_config.local_world_size)
         # The cgroup's limit is one for all ranks, wherever they are.
         everywhere, left = self.topology.memory_bytes(), self.topology.available_memory_bytes()
+        ranks = self._ranks_here
         return min(int(total * share), everywhere // ranks), min(int(available * share), left // ranks)
 
     def init_device(self) -> None:

@@ -1,0 +1,98 @@
+"""Pipeline stages: ranks on one machine, and on two Ray nodes, which here are two on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm import LLM
+
+from tests.integration.engine import check_golden, engine
+from vllm_arm_cpu.layers import decoder
+
+pytestmark = pytest.mark.slow
+
+# Ray's processes give each other seconds, in which an emulated Python does not even begin.
+PATIENCE = {
+    "RAY_worker_register_timeout_seconds": "900",
+    "RAY_agent_register_timeout_ms": "900000",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_gcs_rpc_server_connect_timeout_s": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_raylet_client_num_connect_attempts": "100",
+    "RAY_health_check_initial_delay_ms": "900000",
+    "RAY_health_check_timeout_ms": "300000",
+    # Workers that nobody has asked for.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+}
+
+
+def facts(worker: Any) -> dict[str, Any]:
+    """What a stage says of itself; runs in its process."""
+    ray = sys.modules.get("ray")
+    return {
+        "rank": worker.rank,
+        "ray node": ray.get_runtime_context().get_node_id() if ray is not None and ray.is_initialized() else "",
+        "process": os.getpid(),
+        "threads": worker.plan.threads.num_threads,
+        "worker": type(worker.worker).__name__,
+        "native layers": sum(len(segment.layers) for segment in decoder.segments(worker.model_runner.model)),
+        "ranks here": worker._ranks_here,
+    }
+
+
+def check(llm: LLM) -> list[dict[str, Any]]:
+    """Two stages with half of the layers each give the tokens of one rank; what they say of themselves."""
+    found: list[dict[str, Any]] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(facts)
+    assert [entry["rank"] for entry in found] == [0, 1]
+    assert [entry["native layers"] for entry in found] == [2, 2]
+    assert len({os.getpid(), *(entry["process"] for entry in found)}) == 3
+    assert {entry["worker"] for entry in found} == {"ArmCpuWorker"}
+    check_golden(llm, "short-1", "medium", max_tokens=16)
+    return found
+
+
+def executor_name(llm: LLM) -> str:
+    return type(llm.llm_engine.engine_core.engine_core.model_executor).__name__
+
+
+def test_stages_of_one_machine() -> None:
+    """Our own executor's, each on cores of its own."""
+    with engine(pipeline_parallel_size=2) as llm:
+        assert executor_name(llm) == "NumaExecutor"
+        assert [entry["ranks here"] for entry in check(llm)] == [2, 2]
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two Ray nodes, each with room for one rank."""
+    pytest.importorskip("ray", reason="Ray is not installed; see docs/numa.md")
+    for name, value in PATIENCE.items():
+        monkeypatch.setenv(name, value)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    room: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1}
+    cluster = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
+    try:
+        cluster.add_node(**room)
+        ray.init(address=cluster.address)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_stages_on_two_ray_nodes(ray_cluster: Any) -> None:
+    """vLLM's own executor for Ray, with our workers: one on each node, with all of its machine's cores."""
+    with engine(pipeline_parallel_size=2, distributed_executor_backend="ray") as llm:
+        assert executor_name(llm) == "RayExecutorV2"
+        found = check(llm)
+        assert len({entry["ray node"] for entry in found} - {""}) == 2
+        assert [entry["ranks here"] for entry in found] == [1, 1]
