@@ -1,14 +1,15 @@
 """Count the instructions of a decode step of the whole engine process, ours and vLLM's own, and print one table.
 
-    bench_step.py --root ROOT --site SITE --packages PACKAGES --output FILE [--weights KIND ...] [--no-peer] [--top N]
-        [--async-scheduling]
+    bench_step.py --root ROOT --site SITE --packages PACKAGES --output FILE [--weights KIND ...] [--sides SIDE ...]
+        [--top N] [--async-scheduling]
 
 Two tiny Llama models that differ in their number of layers run in an engine inside one process, on one thread; a
 layer's share is the difference between the two, the fixed share what is left. Instructions are told apart by the
-library and symbol they lie in. --weights bf16 w8a8 w4a8 moe: models of each kind (moe: BF16 with experts); the sides
-of quantized ones are named ``ours_w8a8`` and so on. The output is a JSON object: side -> sequences -> {"fixed": n,
-"per_layer": n, "per_layer_outside_gemv": n, "families": {name: {"fixed": n, "per_layer": n}}}; "ours" and
-"upstream_eager" also have the figures of one sequence at their top.
+library and symbol they lie in. Upstream runs eagerly and, where a compiler is found, as it does by default: compiled
+by inductor. --weights bf16 w8a8 w4a8 moe: models of each kind (moe: BF16 with experts); the sides of all but bf16 are
+named ``ours_w8a8`` and so on. The output is a JSON object: side -> sequences -> {"fixed": n, "per_layer": n,
+"per_layer_outside_gemv": n, "families": {name: {"fixed": n, "per_layer": n}}}; each also has the figures of one
+sequence at its top.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import bisect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -38,12 +41,14 @@ FAMILIES = (
     (r"/python3[^/]*$", "Python interpreter"),
     (r"/libtorch_python\.so", "torch's Python bindings"),
     (r"/vllm/_C[^/]*$", "vLLM's compiled ops"),
+    (r"/(torchinductor|torch_compile_cache)/", "compiled by inductor"),
     (r"/torch/", "torch"),
     (r"/libgomp", "OpenMP runtime"),
     (r"/(_cffi_backend|libffi|_ctypes)[^/]*$", "cffi"),
     (r"/(libc|libm|ld-linux|libpthread|libmimalloc)[^/]*$", "C library"),
     (r"/numpy/", "numpy"),
 )
+SIDES = ("ours", "upstream_eager", "upstream_default")
 GEMV = "GEMV"
 # Symbols (or, for our own, source files) of kernels that multiply by a weight.
 # What rounds activations for a product is none of it, whatever file it lies in.
@@ -114,6 +119,8 @@ def measure(
     """Sequences -> figures of one side with one kind of weights."""
     with tempfile.TemporaryDirectory() as directory:
         command = [f"{root}/usr/bin/python3", str(HERE / "run_steps.py"), side, directory, kind, *options]
+        if side == "upstream_default":
+            environ = environ | compile_natively(Path(directory))
         settings = {
             "QEMU_CPU": QEMU_CPU,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -163,6 +170,34 @@ def measure(
     return result
 
 
+def compiler() -> str | None:
+    """The native compiler of Arm code, None where it or the headers of this Python are missing."""
+    return shutil.which("aarch64-linux-gnu-g++") if Path(sysconfig.get_path("include"), "Python.h").exists() else None
+
+
+def compile_natively(directory: Path) -> dict[str, str]:
+    """Environment with which inductor, emulated, starts this machine's cross compiler."""
+    found = compiler()
+    assert found is not None
+    wrapper = directory / "g++"
+    # It asks for the machine it runs on, which is the emulated one.
+    wrapper.write_text(
+        "#!/bin/bash\n"
+        f'exec {found} "${{@/%-march=native/-march=armv8.2-a+fp16+bf16+i8mm}}" -idirafter "$VAC_PYTHON_HEADERS"\n'
+    )
+    wrapper.chmod(0o755)
+    return {
+        "CXX": str(wrapper),
+        # The same Python release; between 64-bit Linux machines its headers differ in nothing that kernels use.
+        "VAC_PYTHON_HEADERS": sysconfig.get_path("include"),
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / "torchinductor"),
+        "VLLM_CACHE_ROOT": str(directory / "vllm"),
+        # Without processes of its own for compiling and for trying vector instructions: each would import torch.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+
+
 def _split(small: float, large: float, few: int, many: int) -> dict[str, int]:
     per_layer = (large - small) / (many - few)
     return {"fixed": round(small - few * per_layer), "per_layer": round(per_layer)}
@@ -194,12 +229,12 @@ def main() -> None:
     parser.add_argument("--packages", required=True, help="the Arm root's site-packages, with numpy, torch and vllm")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--weights", nargs="+", choices=("bf16", "w8a8", "w4a8", "moe"), default=["bf16"])
-    parser.add_argument("--no-peer", action="store_true", help="leave upstream out")
-    parser.add_argument("--only-peer", action="store_true", help="leave ours out")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default: all that can run")
     parser.add_argument("--top", type=int, default=0, help="also print the N symbols with most instructions")
     parser.add_argument("--async-scheduling", action="store_true", help="with what is off by default")
     args = parser.parse_args()
     options = ["--async-scheduling"] if args.async_scheduling else []
+    sides = args.sides or [side for side in SIDES if side != "upstream_default" or compiler()]
 
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as pool:
         safe = {"PYTHONSAFEPATH": "1"}
@@ -213,12 +248,9 @@ def main() -> None:
         runs = {}
         for kind in args.weights:
             suffix = "" if kind == "bf16" else f"_{kind}"
-            if not args.only_peer:
-                runs[f"ours{suffix}"] = pool.submit(measure, "ours", kind, args.root, ours, args.top, options)
-            if not args.no_peer:
-                runs[f"upstream_eager{suffix}"] = pool.submit(
-                    measure, "upstream", kind, args.root, peer, args.top, options
-                )
+            for side in sides:
+                environ = ours if side == "ours" else peer
+                runs[f"{side}{suffix}"] = pool.submit(measure, side, kind, args.root, environ, args.top, options)
         results = {side: run.result() for side, run in runs.items()}
     written = {
         side: {key: value for key, value in figures[1].items() if key != "families"} | {"sequences": figures}

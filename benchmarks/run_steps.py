@@ -1,6 +1,7 @@
 """Run decode steps of tiny random Llama models, with a region of interest around them (aarch64, under the cost plugin).
 
-    run_steps.py ours | upstream SCRATCH_DIRECTORY [bf16 | w8a8 | w4a8 | moe] [--async-scheduling]
+    run_steps.py ours | upstream_eager | upstream_default SCRATCH_DIRECTORY [bf16 | w8a8 | w4a8 | moe]
+        [--async-scheduling]
 
 Prints a JSON line per region: layers and sequences of the engine, steps in
 the region; and at the end one with the process's executable mappings.
@@ -110,8 +111,8 @@ def schedule_asynchronously() -> None:
     type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
 
 
-def make_engine(model: str) -> Any:
-    """An engine inside this process, eager."""
+def make_engine(model: str, eager: bool) -> Any:
+    """An engine inside this process."""
     from vllm import LLM
     from vllm.model_executor.models import registry
 
@@ -121,7 +122,7 @@ def make_engine(model: str) -> Any:
         model=model,
         load_format="dummy",
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=eager,
         max_model_len=512,
         max_num_seqs=8,
         kv_cache_memory_bytes=64 << 20,
@@ -168,13 +169,13 @@ def mappings() -> list[tuple[int, int, int, str]]:
 
 
 def main(side: str, directory: Path, kind: str = "bf16", *options: str) -> None:
-    if side == "upstream":
+    if side != "ours":
         prepare_upstream()
     is_async = "--async-scheduling" in options
     if is_async:
         schedule_asynchronously()
     for layers in LAYERS:
-        llm = make_engine(checkpoint(directory, layers, kind))
+        llm = make_engine(checkpoint(directory, layers, kind), eager=side != "upstream_default")
         from vllm.platforms import current_platform
 
         platform = type(current_platform).__name__

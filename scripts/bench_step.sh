@@ -2,7 +2,8 @@
 # Instructions of a decode step of the whole engine, or of one token's sampling, vLLM's
 # own beside ours, counted under emulation. Writes build/bench-step.json or bench-sampler.json.
 #
-#   scripts/bench_step.sh [--weights bf16 w8a8 w4a8] [--no-peer] [--top N] [--async-scheduling]
+#   scripts/bench_step.sh [--weights bf16 w8a8 w4a8 moe] [--sides ours upstream_eager upstream_default] [--top N]
+#       [--async-scheduling]
 #   scripts/bench_step.sh sampler [--no-peer]
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
