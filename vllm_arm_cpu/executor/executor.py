@@ -36,7 +36,7 @@ logger = init_logger("vllm.arm_cpu.executor")
 _GRACE_SECONDS = 1.0
 """For ranks to end by themselves once one of them has failed: nothing that they could still do is of use."""
 
-_FIRST_END_SECONDS = 5.0
+_FIRST_END_SECONDS = 8.0
 """For a rank that cannot load to be gone, so that it can be named."""
 
 

@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from vllm_arm_cpu import compat, layers, quantization
 from vllm_arm_cpu.compat import checkpoint_pages, gloo_device, torch_threads
+from vllm_arm_cpu.envs import format_cpu_list
 from vllm_arm_cpu.executor.plan import is_foreign, plan_engine, plan_machine
 from vllm_arm_cpu.layers import decoder
 from vllm_arm_cpu.native import library
@@ -176,9 +177,16 @@ class ArmCpuWorker(CPUWorker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the weights, each into the form that its kernel reads."""
-        with checkpoint_pages.released_once_read():
-            super().load_model(load_dummy_weights=load_dummy_weights)
-        warmup.after_load(self.model_runner.get_model(), self.vllm_config)
+        try:
+            with checkpoint_pages.released_once_read():
+                super().load_model(load_dummy_weights=load_dummy_weights)
+            warmup.after_load(self.model_runner.get_model(), self.vllm_config)
+        except Exception as error:
+            if numa.inherited() is not None:
+                # The executor hears of the end of this process alone, seconds later.
+                where = f"node {self.plan.node}, CPUs {format_cpu_list(self.plan.threads.cpus)}"
+                logger.error("rank %d (%s) cannot load: %s: %s", self.rank, where, type(error).__name__, error)
+            raise
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
