@@ -23,6 +23,8 @@ WATCH_SECONDS = 5.0
 """As vLLM's; only for clients that do not tell when they have stopped receiving."""
 
 _died = False
+"""Whether this process has found an engine dead."""
+
 _call = AsyncMPClient._call_utility_async
 
 
@@ -32,6 +34,7 @@ async def call_utility(self: AsyncMPClient, method: str, *args: Any, engine: Any
     Raises:
         EngineDeadError: the engine has died meanwhile.
     """
+    global _died
     self._ensure_output_queue_task()
     receiving = self.resources.output_queue_task
     call = asyncio.ensure_future(_call(self, method, *args, engine=engine))
@@ -42,7 +45,13 @@ async def call_utility(self: AsyncMPClient, method: str, *args: Any, engine: Any
     finally:
         # It is done, or nobody wants to know any more.
         call.cancel()
+    _died = True
     raise EngineDeadError()
+
+
+def died() -> bool:
+    """Whether this process has found an engine dead: it is on its way out, if not gone."""
+    return _died
 
 
 async def watchdog_loop(server: Any, engine: Any) -> None:

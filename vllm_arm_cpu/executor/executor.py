@@ -82,10 +82,14 @@ class NumaExecutor(MultiprocExecutor):
             self._watch.ended.wait(_FIRST_END_SECONDS)
         # What ends from here on is no news.
         self.shutting_down = True
+        for process in worker_procs:
+            # At once: this process may be ended, too, and nobody else would find it.
+            if process.is_alive() and _is_stopped(process.pid):
+                logger.error("%s, process %s, is stopped: killing it", process.name, process.pid)
+                process.kill()
         deadline = time.monotonic() + _GRACE_SECONDS
         for process in worker_procs:
-            if not _is_stopped(process.pid):
-                process.join(max(0.0, deadline - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in worker_procs:
             if process.is_alive():
                 logger.error("%s, process %s, does not end: killing it", process.name, process.pid)
