@@ -106,6 +106,8 @@ def configuration(fields: dict[str, Any]) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "dtype": "bfloat16",
+        # Of older checkpoints transformers says that Mistral's tokenizer has to be mended, whatever they are.
+        "transformers_version": "5.0.0",
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": of("embedding_length"),
         "intermediate_size": of("feed_forward_length"),
