@@ -11,7 +11,8 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import vllm
@@ -203,6 +204,52 @@ def test_speculative_kernels() -> None:
         assert f"torch.ops._C.{name.lstrip('_')}(" in cpu.function(name), name
         assert cpu.parameters(name) == own_parameters(function), name
         assert f"cpu_tl.{name}" in overrides, name
+
+
+def test_draft_tables() -> None:
+    """vLLM compares ``weight`` of the two models' layers, and of packed ones it sees nothing."""
+    import torch
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    from vllm_arm_cpu.compat import draft_tables
+    from vllm_arm_cpu.layers.linear_candidates import PackedLinear
+
+    source = Source("v1/spec_decode/llm_base_proposer.py")
+    for name, layer, own in (
+        ("_maybe_share_embeddings", "embed_tokens", draft_tables.share_embeddings),
+        ("_maybe_share_lm_head", "lm_head", draft_tables.share_lm_head),
+    ):
+        method = source.function(f"SpecDecodeBaseProposer.{name}")
+        assert re.search(
+            rf"torch\.equal\(\w+(\.lm_head)?\.weight\.cpu\(\), self\.model\.\S*{layer}\.weight\.cpu", method
+        )
+        assert source.parameters(f"SpecDecodeBaseProposer.{name}") == own_parameters(own)
+
+    def head(seed: int, rows: int, hidden: bool = True) -> Any:
+        made: Any = torch.nn.Module()
+        weight = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        made.cpu_linear, made.embedding_dim = PackedLinear(weight), 32
+        made.weight = torch.nn.Parameter(torch.empty(0) if hidden else weight, requires_grad=False)
+        return made
+
+    def shared(target: Any, draft: Any) -> bool:
+        proposer, models = object.__new__(SpecDecodeBaseProposer), [torch.nn.Module(), torch.nn.Module()]
+        for model, layer in zip(models, (target, draft), strict=True):
+            model.lm_head = layer
+        proposer.model, proposer.use_local_argmax_reduction = models[1], False
+        models[1].has_own_lm_head, models[0].model, models[1].model = True, torch.nn.Module(), torch.nn.Module()
+        proposer.vllm_config = SimpleNamespace(speculative_config=None)
+        draft_tables.share_lm_head(proposer, models[0])
+        assert target.weight.numel() in (0, target.cpu_linear.n * 32), "not put back"
+        return models[1].lm_head is target
+
+    assert shared(head(1, 48), head(1, 48))
+    assert shared(head(1, 48, hidden=False), head(1, 48))
+    assert not shared(head(1, 48), head(2, 48))
+    assert not shared(head(1, 48), head(1, 40))
+    unreadable = head(1, 48)
+    unreadable.cpu_linear = SimpleNamespace(n=48)
+    assert not shared(unreadable, head(1, 48))
 
 
 def test_checkpoint_pages() -> None:

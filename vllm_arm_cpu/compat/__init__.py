@@ -11,6 +11,7 @@ def apply() -> None:
     """Apply every patch; calling it again changes nothing."""
     from vllm_arm_cpu.compat import (
         awq_layout,
+        draft_tables,
         int4_parameters,
         linear_dispatch,
         moe_methods,
@@ -19,6 +20,7 @@ def apply() -> None:
     )
 
     awq_layout.apply()
+    draft_tables.apply()
     int4_parameters.apply()
     moe_methods.apply()
     linear_dispatch.apply()
