@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,56 @@ def test_same_tokens(scheme: str, ranks: int, tmp_path: Path) -> None:
 def native_layers(worker: Any) -> int:
     """Decoder layers of a rank that run as op lists; runs in its process."""
     return sum(len(segment.layers) for segment in decoder.segments(worker.model_runner.model))
+
+
+def share_cores(monkeypatch: pytest.MonkeyPatch, ranks: int) -> bool:
+    """Let neighbouring ranks have the same cores where there are fewer cores than ranks; whether that is so."""
+    cores = len(topology.read().allowed)
+    if cores >= ranks:
+        return False
+    plan_ranks = numa.plan_ranks
+
+    def plan(machine: topology.Topology, num_ranks: int, environ: Any = None) -> tuple[numa.RankPlan, ...]:
+        plans = plan_ranks(machine, min(num_ranks, cores), environ)
+        return tuple(replace(plans[rank * len(plans) // num_ranks], rank=rank) for rank in range(num_ranks))
+
+    monkeypatch.setattr(numa, "plan_ranks", plan)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_pipeline(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages, each of one rank or of two; several batches under way at once."""
+    ranks = 2 * tensor
+    shared = share_cores(monkeypatch, ranks)
+    with engine(pipeline_parallel_size=2, tensor_parallel_size=tensor, max_num_seqs=4) as llm:
+        assert type(executor(llm)).__name__ == "NumaExecutor"
+        found, plans = executor(llm).collective_rpc(stage), executor(llm).plans
+        assert [entry["stage"] for entry in found] == [0] * tensor + [1] * tensor
+        assert [entry["layers"] for entry in found] == [[0, 1]] * tensor + [[2, 3]] * tensor
+        assert [entry["native_layers"] for entry in found] == [2] * ranks
+        assert [entry["affinity"] for entry in found] == [sorted(plan.threads.cpus) for plan in plans]
+        if not shared:
+            cpus = [cpu for plan in plans for cpu in plan.threads.cpus]
+            assert len(cpus) == len(set(cpus)), "two ranks on one CPU"
+        check_golden(llm, "short-1", "medium", max_tokens=16)
+        # More requests than a batch takes: both stages have work in hand.
+        check_golden(llm, max_tokens=16)
+
+
+def stage(worker: Any) -> dict[str, Any]:
+    """What a rank of a pipeline says of itself; runs in its process."""
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    layers = worker.model_runner.model.model.layers
+    return {
+        "stage": get_pp_group().rank_in_group,
+        "layers": [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)],
+        "native_layers": native_layers(worker),
+        "affinity": sorted(os.sched_getaffinity(0)),
+    }
 
 
 class FailingWorker(ArmCpuWorker):

@@ -203,7 +203,7 @@ def _places(topology: Topology, num_ranks: int) -> list[tuple[int, tuple[int, in
     if num_ranks > total:
         raise ValueError(
             f"{num_ranks} ranks need {num_ranks} cores, but this process may use {total} "
-            f"(CPUs {format_cpu_list(topology.allowed)}): decrease --tensor-parallel-size"
+            f"(CPUs {format_cpu_list(topology.allowed)}): decrease --tensor-parallel-size or --pipeline-parallel-size"
         )
     if num_ranks <= len(cores):
         return [(node, (0, 1)) for node in _in_a_row(topology, _choose_nodes(topology, cores, num_ranks))]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -26,10 +27,12 @@ class ArmCpuModelRunner(CPUModelRunner):
     """
 
     plain: PlainStep | None = None
+    intermediate_tensors: Any
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache; only then it is known what a step has to do."""
         super().initialize_kv_cache(*args, **kwargs)
+        self._make_room_for_stage_before()
         reason = obstacle(self)
         self.plain = PlainStep(self) if reason is None else None
         way = f"vLLM's way, because of {reason}"
@@ -37,6 +40,16 @@ class ArmCpuModelRunner(CPUModelRunner):
             split = self.plain.split_because
             way = "the short way, the model in " + ("one call" if split is None else f"several calls: {split}")
         logger.info("steps: %s", way)
+
+    def _make_room_for_stage_before(self) -> None:
+        """The buffers into which what an earlier stage of a pipeline sends is copied.
+
+        Upstream makes them in its first dummy run, which there is none of without compilation.
+        """
+        if not get_pp_group().is_first_rank and self.intermediate_tensors is None:
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """Run the model for a step, the short way where it can go."""
