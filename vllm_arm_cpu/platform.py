@@ -28,6 +28,7 @@ logger = init_logger("vllm.arm_cpu.platform")
 
 WORKER_CLASS = "vllm_arm_cpu.worker.worker.ArmCpuWorker"
 ATTENTION_BACKEND = "vllm_arm_cpu.attention.backend.ArmAttentionBackend"
+OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def upstream_ops_available() -> bool:
@@ -35,6 +36,15 @@ def upstream_ops_available() -> bool:
     import torch
 
     return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
+def offloading_setting(vllm_config: VllmConfig) -> str | None:
+    """What asks for a second KV cache in main memory, or None."""
+    size, transfer = vllm_config.cache_config.kv_offloading_size, vllm_config.kv_transfer_config
+    if size is not None:
+        return f"--kv-offloading-size {size}"
+    connector = None if transfer is None else transfer.kv_connector
+    return f"--kv-transfer-config with {connector}" if connector in OFFLOADING_CONNECTORS else None
 
 
 class ArmCpuPlatform(CpuPlatform):
@@ -109,10 +119,11 @@ class ArmCpuPlatform(CpuPlatform):
             plan.remember_engines(parallel_config)
             plan.plan_engine(parallel_config, frontend.read())
         cache_config = vllm_config.cache_config
-        if cache_config.kv_offloading_size is not None:
+        offloading = offloading_setting(vllm_config)
+        if offloading is not None:
             raise ValueError(
-                f"--kv-offloading-size {cache_config.kv_offloading_size} means nothing on a CPU: the KV cache is in "
-                "main memory already. Leave it out, and set --kv-cache-memory-bytes for a larger cache"
+                f"{offloading} means nothing on a CPU: the KV cache is in main memory already. Leave it out, and set "
+                "--kv-cache-memory-bytes for a larger cache"
             )
         single_process = parallel_config.distributed_executor_backend == "uni"
         use_mla = vllm_config.model_config is not None and vllm_config.model_config.use_mla

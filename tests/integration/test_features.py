@@ -182,7 +182,14 @@ def test_logprobs(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "arguments,words",
-    [({"enable_sleep_mode": True}, "Sleep mode is not supported"), ({"kv_offloading_size": 1.0}, "kv-offloading-size")],
+    [
+        ({"enable_sleep_mode": True}, "Sleep mode is not supported"),
+        ({"kv_offloading_size": 1.0}, "kv-offloading-size 1.0 means nothing on a CPU"),
+        (
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+            "OffloadingConnector means nothing on a CPU",
+        ),
+    ],
 )
 def test_what_is_refused(arguments: dict[str, Any], words: str) -> None:
     """What makes sense with a GPU's memory only, before anything is loaded."""
