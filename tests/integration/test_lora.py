@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,40 @@ def test_two_adapters(tmp_path: Path, kernel: str) -> None:
         with pytest.raises(AssertionError):
             assert_as(reference_two, outputs[0])
         check_golden(llm, *FEW)
+
+
+def wrapper_of(worker: Any) -> str:
+    """What multiplies by adapters on a rank; runs in its process."""
+    wrappers = {
+        type(module.punica_wrapper).__name__
+        for module in worker.model_runner.model.modules()
+        if hasattr(module, "punica_wrapper")
+    }
+    return ", ".join(sorted(wrappers))
+
+
+def test_two_adapters_on_two_ranks(tmp_path: Path) -> None:
+    """Divided over ranks as the layers are, in one batch: the tokens of one rank, as likely as FP32 says."""
+    one, reference_one = make_adapter(tmp_path / "one", 1)
+    two, reference_two = make_adapter(tmp_path / "two", 2)
+    base = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    prompts = [{"prompt_token_ids": ids} for ids in golden_prompts()[:3]]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_seqs": 8}
+    tokens = []
+    for ranks in (1, 2):
+        with engine(environ={"VAC_LINEAR": "vac"}, tensor_parallel_size=ranks, **settings) as llm:
+            assert llm.collective_rpc(wrapper_of) == ["ArmPunicaWrapper"] * ranks
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[one, two, None])
+            for output, reference in zip(outputs, (reference_one, reference_two, base), strict=True):
+                assert_as(reference, output)
+            # The other way round: each adapter for another request.
+            swapped = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, one, two])
+            for output, reference in zip(swapped, (base, reference_one, reference_two), strict=True):
+                assert_as(reference, output)
+            tokens.append([list(output.outputs[0].token_ids) for output in (*outputs, *swapped)])
+            check_golden(llm, *FEW)
+    assert tokens[0] == tokens[1]
 
 
 def test_reload_under_an_adapter(tmp_path: Path) -> None:
