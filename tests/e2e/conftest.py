@@ -21,11 +21,13 @@ USER_LIBRARY = "/usr/lib/aarch64-linux-gnu/libnuma.so.1"
 
 # A model as small as ours would write white space until it has no tokens left.
 DENSE_JSON = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+TOOLS += ["--chat-template", str(Path(__file__).parent / "tools.jinja")]
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """The first as most users start it; the second with an LD_PRELOAD, a core for the API server and dense JSON.
+    """The first as most users start it; the second with an LD_PRELOAD, a core for the API server, dense JSON and tools.
 
     The first one's KV cache is so small that all of it is used soon: nothing grows for that reason later.
     """
@@ -35,7 +37,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     frontend = {"VAC_FRONTEND_CORES": "1"} if len(os.sched_getaffinity(0)) > 1 else {}
     pair = (
         Server(tmp_path_factory.mktemp("a"), environ, "--kv-cache-memory-bytes", str(8 << 20)),
-        Server(tmp_path_factory.mktemp("b"), {**environ, **frontend, "LD_PRELOAD": library}, *DENSE_JSON),
+        Server(tmp_path_factory.mktemp("b"), {**environ, **frontend, "LD_PRELOAD": library}, *DENSE_JSON, *TOOLS),
     )
     try:
         for server in pair:

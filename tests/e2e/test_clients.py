@@ -23,6 +23,42 @@ SCHEMA = {
 }
 
 
+def function(name: str, schema: dict[str, Any]) -> Any:
+    # Without "strict", arguments may be anything.
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+
+
+TOOLS = [
+    function("journey", SCHEMA),
+    function(
+        "leave",
+        {
+            "type": "object",
+            "properties": {"reason": {"enum": ["rain", "snow"]}},
+            "required": ["reason"],
+            "additionalProperties": False,
+        },
+    ),
+]
+
+
+def unlike_a_story() -> dict[str, int]:
+    """A bias against white space, which JSON in a tool call may have anywhere, and for an end as soon as there may be.
+
+    A model as small as ours would write white space, or call after call, until it has no tokens left.
+    """
+    vocabulary = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    bias = {
+        str(token): -100
+        for text, token in vocabulary.items()
+        if text[0] in "ĠĊ" and not any(map(str.isalnum, text[1:]))
+    }
+    return bias | {str(vocabulary["<|eos|>"]): 100}
+
+
+UNLIKE_A_STORY = unlike_a_story()
+
+
 @pytest.fixture(scope="module")
 def server(servers: tuple[Server, Server]) -> Server:
     """The one whose JSON has no white space."""
@@ -68,6 +104,78 @@ def test_openai_structured_output(client: openai.OpenAI) -> None:
     )
     journey = json.loads(answer.choices[0].message.content or "")
     assert journey["city"] in ("Oslo", "Rome") and journey["days"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "choice, stream",
+    [
+        ("required", True),
+        ("named", False),
+        pytest.param("required", False, marks=pytest.mark.slow),
+        pytest.param("named", True, marks=pytest.mark.slow),
+    ],
+)
+def test_openai_tool_calls(client: openai.OpenAI, choice: str, stream: bool) -> None:
+    """Functions are called by their schema, whatever the model would rather say."""
+    named = {"type": "function", "function": {"name": "journey"}}
+    request: Any = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": "Plan a journey."}],
+        "tools": TOOLS,
+        "tool_choice": named if choice == "named" else choice,
+        "max_tokens": 80,
+        "temperature": 0,
+        "logit_bias": UNLIKE_A_STORY,
+    }
+    if stream:
+        calls, reason = streamed_calls(client.chat.completions.create(**request, stream=True))
+    else:
+        (answer,) = client.chat.completions.create(**request).choices
+        assert answer.message.tool_calls and not answer.message.content
+        calls = [(call.function.name, call.function.arguments) for call in answer.message.tool_calls]
+        assert all(call.id for call in answer.message.tool_calls)
+        reason = answer.finish_reason
+    (call,) = calls
+    assert reason == ("stop" if choice == "named" else "tool_calls")
+    assert call[0] == "journey" or (choice == "required" and call[0] == "leave")
+    arguments = json.loads(call[1])
+    if call[0] == "journey":
+        assert arguments.keys() == {"city", "days"}
+        assert arguments["city"] in ("Oslo", "Rome") and arguments["days"] in (1, 2, 3)
+    else:
+        assert arguments.keys() == {"reason"} and arguments["reason"] in ("rain", "snow")
+
+
+def streamed_calls(stream: Any) -> tuple[list[tuple[str, str]], str | None]:
+    """Names and arguments, put together from their pieces, and why the answer ends."""
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    reason, pieces = None, 0
+    for chunk in stream:
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            assert not choice.delta.content
+            for call in choice.delta.tool_calls or []:
+                pieces += 1
+                names[call.index] = names.get(call.index, "") + (call.function.name or "")
+                arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    assert pieces > 2
+    return [(names[index], arguments[index]) for index in sorted(names)], reason
+
+
+def test_openai_tools_unused(client: openai.OpenAI) -> None:
+    """A model that may call a function and does not answers as ever, with a function's result in the conversation."""
+    call = {"id": "one", "type": "function", "function": {"name": "leave", "arguments": '{"reason": "rain"}'}}
+    messages: Any = [
+        {"role": "user", "content": "Who was Babylon?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "one", "content": "It rains."},
+    ]
+    (answer,) = client.chat.completions.create(
+        model=MODEL_NAME, messages=messages, tools=TOOLS, tool_choice="auto", max_tokens=12, temperature=0
+    ).choices
+    assert answer.message.content and not answer.message.tool_calls
+    assert answer.finish_reason in ("stop", "length")
 
 
 def test_openai_error(client: openai.OpenAI) -> None:
