@@ -17,7 +17,6 @@ import argparse
 import hashlib
 import json
 import re
-import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,9 +127,12 @@ def convert(found: dict[str, np.ndarray], folder: Path, seconds: int, destinatio
 
 def configure(found: dict[str, np.ndarray], folder: Path, positions: int, destination: Path) -> None:
     """The files beside the weights: configurations of model and generation, of audio's features, the tokenizer's."""
-    shutil.copy(folder / "tokenizer.json", destination / "tokenizer.json")
-    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    ids = {token["content"]: token["id"] for token in added}
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    # Files in circulation lack the first pair, which makes the first token behind the bytes: words with "t" fall apart.
+    pairs, first = tokenizer["model"]["merges"], next(t for t, i in tokenizer["model"]["vocab"].items() if i == 256)
+    if pairs[0] != f"{first[0]} {first[1:]}":
+        pairs.insert(0, f"{first[0]} {first[1:]}")
     end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
     vocabulary_size, size = found["decoder/embeddings/weight"].shape
     channels = found["encoder/conv1/weight"].shape[1]
@@ -169,6 +171,7 @@ def configure(found: dict[str, np.ndarray], folder: Path, positions: int, destin
         "config": model, "generation_config": generation, "preprocessor_config": features, "tokenizer_config": words
     }.items():  # fmt: skip
         (destination / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (destination / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
 if __name__ == "__main__":
