@@ -146,6 +146,7 @@ def test_two_adapters_on_two_ranks(tmp_path: Path) -> None:
     prompts = [{"prompt_token_ids": ids} for ids in golden_prompts()[:3]]
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
     settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_seqs": 8}
+    references = (reference_one, reference_two, base, base, reference_one, reference_two)
     tokens = []
     for ranks in (1, 2):
         with engine(environ={"VAC_LINEAR": "vac"}, tensor_parallel_size=ranks, **settings) as llm:
@@ -159,7 +160,14 @@ def test_two_adapters_on_two_ranks(tmp_path: Path) -> None:
                 assert_as(reference, output)
             tokens.append([list(output.outputs[0].token_ids) for output in (*outputs, *swapped)])
             check_golden(llm, *FEW)
-    assert tokens[0] == tokens[1]
+    # Sums of partial results round otherwise: the two may part where FP32 is not sure, and nowhere else.
+    for reference, prompt, alone, divided in zip(references, prompts * 2, *tokens, strict=True):
+        common = next((i for i in range(NEW_TOKENS) if alone[i] != divided[i]), None)
+        if common is not None:
+            with torch.no_grad():
+                logits = reference(torch.tensor([prompt["prompt_token_ids"] + alone[:common]])).logits[0, -1]
+            best = logits.topk(2).values
+            assert best[0] - best[1] < 2 * TOLERANCE, (alone, divided)
 
 
 def test_reload_under_an_adapter(tmp_path: Path) -> None:
