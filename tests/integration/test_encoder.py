@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,10 +33,10 @@ MODELS: dict[str, PretrainedConfig] = {
 LENGTHS = (16, 5, 150, 1)
 
 
-def random_encoder(config: PretrainedConfig) -> PreTrainedModel:
-    """An encoder in FP32 whose weights are BF16 numbers and whose biases are not 0."""
+def random_encoder(config: PretrainedConfig, kind: Any = AutoModel) -> PreTrainedModel:
+    """An encoder in FP32 whose weights are BF16 numbers and whose biases are not 0; kind: AutoModel or a sibling."""
     generator = torch.Generator().manual_seed(0)
-    model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
