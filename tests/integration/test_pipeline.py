@@ -1,4 +1,4 @@
-"""Pipeline stages: ranks on one machine, and on two Ray nodes, which here are two on this machine."""
+"""Pipeline stages on two Ray nodes, which here are two on this machine; without Ray: test_tensor_parallel.py."""
 
 from __future__ import annotations
 
@@ -60,13 +60,6 @@ def check(llm: LLM) -> list[dict[str, Any]]:
 
 def executor_name(llm: LLM) -> str:
     return type(llm.llm_engine.engine_core.engine_core.model_executor).__name__
-
-
-def test_stages_of_one_machine() -> None:
-    """Our own executor's, each on cores of its own."""
-    with engine(pipeline_parallel_size=2) as llm:
-        assert executor_name(llm) == "NumaExecutor"
-        assert [entry["ranks here"] for entry in check(llm)] == [2, 2]
 
 
 @pytest.fixture
