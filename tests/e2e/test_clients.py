@@ -51,7 +51,7 @@ def unlike_a_story() -> dict[str, int]:
     bias = {
         str(token): -100
         for text, token in vocabulary.items()
-        if text[0] in "ĠĊ" and not any(map(str.isalnum, text[1:]))
+        if text[0] in "ĠĊčĉ" and not any(map(str.isalnum, text[1:]))
     }
     return bias | {str(vocabulary["<|eos|>"]): 100}
 
