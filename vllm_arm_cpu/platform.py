@@ -203,8 +203,7 @@ class ArmCpuPlatform(CpuPlatform):
         if triton_kernels.registered():
             return
         triton_kernels.prepare()
-        if not upstream_ops_available():
-            speculative_kernels.prepare()
+        speculative_kernels.prepare()
         super().register_triton_kernel_overrides()
         if HAS_TRITON:
             triton_kernels.register()

@@ -1,9 +1,11 @@
-"""Speculative decoding without ``vllm._C``: tensor operations in the place of its Triton kernels.
+"""Speculative decoding: tensor operations in the place of vLLM's Triton kernels.
 
 vLLM has the hook (``register_triton_kernel_overrides``), and its CPU platform
-maps these kernels to ``vllm._C``, through functions whose names are here.
-Where that is loaded they are left alone. Can go once the kernels have an
-implementation of vLLM's that needs no compiled operators. What each computes
+maps these kernels to ``vllm._C``, through functions whose names are here. Where
+that is loaded they are replaced, too: with vLLM 0.32's operators an EAGLE
+head's drafts were never accepted in random sampling, and seeds had no effect.
+Can go once vLLM has an implementation that needs no compiled operators and
+passes ``test_features.py``. What each computes
 is said by the Triton kernel of its name in ``vllm/v1/sample/rejection_sampler.py``
 and ``vllm/v1/spec_decode/utils.py``; unnamed arguments are of no use here.
 """
@@ -249,6 +251,6 @@ KERNELS = {
 
 
 def prepare() -> None:
-    """Make upstream's registration, which follows, register these functions; for processes without ``vllm._C``."""
+    """Make upstream's registration, which follows, register these functions."""
     for name, function in KERNELS.items():
         setattr(cpu_triton_utils, name, function)
