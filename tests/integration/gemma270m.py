@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -34,12 +35,23 @@ TEXT = (
 ROUNDING = {"w8a8": "symmetric", "w4a8-group32": "symmetric", "w4a8-packed-group128": "asymmetric"}
 """Scheme of scripts/quantize_checkpoint.py -> how the engine rounds activations in the test, per token."""
 
-REFERENCE = {"bf16": 19.119, "w8a8": 20.594, "w4a8-group32": 27.493, "w4a8-packed-group128": 36.502}
+REFERENCE = {
+    "bf16": (19.119, 0.01),
+    "w8a8": (20.16, 0.03),
+    "w4a8-group32": (27.13, 0.11),
+    "w4a8-packed-group128": (37.05, 0.06),
+}
 """Perplexity of the text in FP32: of the checkpoint; of quantized ones with rounded activations and lm_head in INT8.
 
-With lm_head as it is: 20.350, 27.172, 36.610. Products in BF16 are what takes minutes under emulation, and two thirds
-of this model are its lm_head.
+Behind it what the engine's may differ by, relatively. Where activations are rounded, the figure depends on which way
+values in the middle between two integers go: changing inputs by as little as rounding to BF16 does moves it by 0.6, 2.7
+and 1.4 % (standard deviation of eight draws, whose mean this is). Four times that is allowed, but no less than 3 %.
+
+lm_head is in INT8 since products in BF16 are what takes minutes under emulation, and two thirds of this model are its
+lm_head. It makes 1 % in W8A8.
 """
+
+DRAWS = 8
 
 
 @functools.cache
@@ -54,29 +66,40 @@ def token_ids() -> list[int]:
     return ids
 
 
-def reference(scheme: str) -> float:
-    """The perplexity that stands in ``REFERENCE``."""
+def reference(scheme: str) -> list[float]:
+    """The perplexities whose mean stands in ``REFERENCE``."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.integration.quantized import dequantized, script
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    generator = torch.Generator()
+
+    def round_inputs(_module: Any, inputs: Any) -> Any:
+        (x,) = inputs
+        # The standard deviation of rounding to BF16.
+        noise = torch.randn(x.shape, generator=generator) * (2.0**-9 / 3**0.5)
+        return _round_inputs(ROUNDING[scheme], None, (x * (1 + noise),))
+
     if scheme != "bf16":
         with tempfile.TemporaryDirectory() as directory:
             weights = dequantized(script().quantize_checkpoint(FOLDER, Path(directory), scheme))
         for layer, weight in weights.items():
             module = model.get_submodule(layer)
             module.weight.data.copy_(torch.from_numpy(weight))
-            module.register_forward_pre_hook(functools.partial(_round_inputs, ROUNDING[scheme]))
+            module.register_forward_pre_hook(round_inputs)
         # Embeddings stay as they are.
         table = model.lm_head.weight.data
         model.lm_head.weight = torch.nn.Parameter(_round_inputs("symmetric", None, (table,)))
         model.lm_head.register_forward_pre_hook(functools.partial(_round_inputs, "symmetric"))
-    ids = token_ids()
-    with torch.no_grad():
-        likely = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
-    return math.exp(-float(likely.mean()))
+    ids, found = token_ids(), []
+    for draw in range(1 if scheme == "bf16" else DRAWS):
+        generator.manual_seed(draw)
+        with torch.no_grad():
+            likely = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        found.append(math.exp(-float(likely.mean())))
+    return found
 
 
 def _round_inputs(rounding: str, _module: Any, inputs: Any) -> Any:
@@ -93,4 +116,6 @@ def _round_inputs(rounding: str, _module: Any, inputs: Any) -> Any:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or REFERENCE:
-        print(f"{name}: {reference(name):.3f} in FP32, {len(token_ids())} tokens")
+        draws = reference(name)
+        mean, spread = statistics.mean(draws), statistics.stdev(draws) if len(draws) > 1 else 0.0
+        print(f"{name}: {mean:.3f} in FP32, with a standard deviation of {spread:.3f}; {len(token_ids())} tokens")

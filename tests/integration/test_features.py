@@ -76,8 +76,8 @@ def test_eagle(method: str, tmp_path: Path) -> None:
         assert accepted > 0.85 * drafted > 0
         # A text that the head does not know: the target's tokens all the same, and most drafts wrong.
         check_golden(speculating, "short-2")
-        # Through rejection sampling, with a seed. How many numbers are drawn depends on the drafts, and these, where the
-        # head is not sure, on how the prompt was cut.
+        # Through rejection sampling, with a seed. How many numbers are drawn depends on the drafts, and these, where
+        # the head is not sure, on how the prompt was cut.
         sampled = []
         for _ in range(2):
             speculating.reset_prefix_cache()
