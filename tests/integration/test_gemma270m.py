@@ -58,8 +58,8 @@ def test_gemma(scheme: str, environ: dict[str, str], kind: type, tmp_path: Path)
     said = [tokenizer().decode(list(answer.outputs[0].token_ids)) for answer in answers]
     expected, allowed = REFERENCE[scheme]
     print(
-        f"Gemma 3 270M, {scheme} {environ}: perplexity of {len(ids)} tokens {perplexity:.3f}, FP32 with the same weights "
-        f"and rounding {expected:.2f}, FP32 {REFERENCE['bf16'][0]:.3f}; says {said}"
+        f"Gemma 3 270M, {scheme} {environ}: perplexity of {len(ids)} tokens {perplexity:.3f}, FP32 with the same "
+        f"weights and rounding {expected:.2f}, FP32 {REFERENCE['bf16'][0]:.3f}; says {said}"
     )
     assert perplexity == pytest.approx(expected, rel=allowed)
     right = [text for text, expected in zip(said, ANSWERS.values(), strict=True) if text.startswith(expected)]
