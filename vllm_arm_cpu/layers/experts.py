@@ -8,7 +8,6 @@ behind vLLM's module, and as part of a step's list (``layers/decoder.py``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +76,10 @@ class Experts(ABC):
         intermediate: I.
         sizes: bytes of one expert's packed weight in each product.
         biases: [E, 2 I] and [E, H], or None.
+
+    Attributes:
+        shapes: of an expert's weights, [N, K] by product.
+        sizes: as given, in whole cache lines, so that every expert's weight is aligned.
     """
 
     def __init__(
@@ -88,8 +91,9 @@ class Experts(ABC):
         biases: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
-        self.sizes, self.biases = sizes, biases
-        self.packed = [memory.allocate(size * num_experts) for size in sizes]
+        self.shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+        self.sizes, self.biases = tuple(_in_lines(size) for size in sizes), biases
+        self.packed = [memory.allocate(size * num_experts) for size in self.sizes]
         self.nbytes = sum(packed.numel() for packed in self.packed)
         self._threads = library.load().vac_max_threads()
         self._starts = torch.empty(num_experts + 1, dtype=torch.int32)
@@ -286,19 +290,23 @@ def is_softmax(router: Any) -> bool:
     )
 
 
-def _with_our_routing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _compute_routing(
-        self: CPURouter,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        indices_type: torch.dtype | None,
-        **others: Any,
-    ) -> Any:
-        if torch.compiler.is_compiling() or router_logits.dtype not in DTYPES or not is_softmax(self):
-            return original(self, hidden_states, router_logits, indices_type, **others)
-        return route(router_logits, self.top_k, self.renormalize)
+_upstream_routing = CPURouter._compute_routing
 
-    return _compute_routing
+
+def compute_routing(
+    self: CPURouter,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    indices_type: torch.dtype | None,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As vLLM's, by our kernel where it is :func:`route`."""
+    if torch.compiler.is_compiling() or router_logits.dtype not in DTYPES or not is_softmax(self):
+        upstream: tuple[torch.Tensor, torch.Tensor] = _upstream_routing(
+            self, hidden_states, router_logits, indices_type, **others
+        )
+        return upstream
+    return route(router_logits, self.top_k, self.renormalize)
 
 
 def misfit(runner: Any, gate: Any, world_size: int) -> str | None:
@@ -332,7 +340,4 @@ def misfit(runner: Any, gate: Any, world_size: int) -> str | None:
 
 def register() -> None:
     """Let vLLM's router use our kernel."""
-    if not hasattr(CPURouter._compute_routing, "__wrapped__"):
-        patched = _with_our_routing(CPURouter._compute_routing)
-        patched.__wrapped__ = CPURouter._compute_routing  # type: ignore[attr-defined]
-        CPURouter._compute_routing = patched
+    CPURouter._compute_routing = compute_routing

@@ -64,8 +64,7 @@ class DenseExperts(Experts):
         self._in_turn = activation == MoEActivation.SWIGLUOAI
         if self._in_turn and biases[0] is not None:
             biases = (gates_first(biases[0], 1), biases[1])
-        # Whole cache lines, so that every expert's weight is aligned.
-        super().__init__(num_experts, hidden, intermediate, tuple(-(-size // 64) * 64 for size in sizes), biases)
+        super().__init__(num_experts, hidden, intermediate, sizes, biases)
         self.dtype = dtype
         self._activation, self._alpha, self._limit = activation, alpha, limit
 
@@ -84,10 +83,8 @@ class DenseExperts(Experts):
         return super()._make(dtype, top_k, activation)
 
     def _work(self, tokens: int, entries: int, dtype: torch.dtype) -> dict[str, int]:
-        lib, hidden, intermediate = library.load(), self.hidden, self.intermediate
-        size = lib.vac_gemm_workspace_size
-        shapes = ((2 * intermediate, hidden), (hidden, intermediate))
-        return {"workspace": max(size(DTYPES[dtype], entries, n, k, self._threads) for n, k in shapes)}
+        size = library.load().vac_gemm_workspace_size
+        return {"workspace": max(size(DTYPES[dtype], entries, n, k, self._threads) for n, k in self.shapes)}
 
     def _add_products(
         self, program: Program, routed: Routed, x: Rows, dtype: torch.dtype, activation: MoEActivation
@@ -108,7 +105,7 @@ class DenseExperts(Experts):
         )
 
         def product(index: int, lhs: Slot, lhs_stride: int, out: Slot) -> None:
-            n, k = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))[index]
+            n, k = self.shapes[index]
             args = program.op(
                 "vac_gemm_grouped",
                 "vac_gemm_grouped_args",

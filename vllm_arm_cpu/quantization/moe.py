@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from vllm_arm_cpu import envs
-from vllm_arm_cpu.layers.activation import add_activation
+from vllm_arm_cpu.layers.activation import add_activation, add_activation_int8
 from vllm_arm_cpu.layers.experts import ACTIVATIONS, ONLY, Experts, ExpertsMethod, Routed
 from vllm_arm_cpu.layers.linear_tuner import Shape
 from vllm_arm_cpu.native import library
@@ -35,8 +35,7 @@ class Int8Experts(Experts):
             lib.vac_int8_gemm_rhs_packed_size(2 * intermediate, hidden),
             lib.vac_int8_gemm_rhs_packed_size(hidden, intermediate),
         )
-        # Whole cache lines, so that every expert's weight is aligned.
-        super().__init__(num_experts, hidden, intermediate, tuple(-(-size // 64) * 64 for size in sizes), biases)
+        super().__init__(num_experts, hidden, intermediate, sizes, biases)
 
     def _pack(self, target: Any, product: int, *weight: Any) -> None:
         values, scales = weight[0], weight[1].float().contiguous()
@@ -65,13 +64,14 @@ class Int8Experts(Experts):
     ) -> None:
         lib, code, buffers = library.load(), DTYPES[dtype], routed.buffers
         quantized, workspace = buffers["quantized"], buffers["workspace"]
+        quantization = ffi.new("vac_int8_quantization *", {"mode": lib.VAC_INT8_DYNAMIC_SYMMETRIC})[0]
         name = "vac_int8_quantize_rows"
         args = program.op(name, f"{name}_args", dtype=code, m=routed.tokens, k=self.hidden, rows=quantized)
-        args.quantization.mode = lib.VAC_INT8_DYNAMIC_SYMMETRIC
+        args.quantization = quantization
         program.rows(args, "x", x, "x_stride")
 
         def product(index: int, **fields: Any) -> None:
-            n, k = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))[index]
+            n, k = self.shapes[index]
             args = program.op(
                 "vac_int8_grouped_gemm",
                 "vac_int8_grouped_gemm_args",
@@ -92,21 +92,19 @@ class Int8Experts(Experts):
             if bias is not None:
                 program.fill(args, bias=bias, bias_dtype=DTYPES[bias.dtype], bias_stride=bias.stride(0))
 
-        product(0, num_rows_read=routed.tokens, row_index=buffers["row_index"], out=buffers["gates"])
-        for name in ("vac_silu_and_mul_int8", "vac_silu_and_mul_int8_finish"):
-            args = program.op(
-                name,
-                "vac_silu_and_mul_int8_args",
-                dtype=code,
-                activation=getattr(lib, f"VAC_ACTIVATION_{ACTIVATIONS[activation]}"),
-                num_tokens=routed.entries,
-                d=self.intermediate,
-                x=buffers["gates"],
-                x_token_stride=2 * self.intermediate,
-                rows=quantized,
-                workspace=workspace,
-            )
-            args.quantization.mode = lib.VAC_INT8_DYNAMIC_SYMMETRIC
+        gates = Rows(buffers["gates"], 2 * self.intermediate)
+        product(0, num_rows_read=routed.tokens, row_index=buffers["row_index"], out=gates.base)
+        add_activation_int8(
+            program,
+            ACTIVATIONS[activation],
+            dtype,
+            routed.entries,
+            gates,
+            self.intermediate,
+            quantized,
+            quantization,
+            workspace,
+        )
         product(1, num_rows_read=routed.entries, out=buffers["rows"])
 
 
@@ -132,7 +130,7 @@ class Int4Experts(Experts):
         zero_points: bool = False,
     ) -> None:
         lib = library.load()
-        self.shapes = shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+        shapes = ((2 * intermediate, hidden), (hidden, intermediate))
         # A group as long as a row is a row, whose products may be of different lengths.
         self.groups = tuple(0 if group == 0 or group >= k else group for _, k in shapes)
         self.scale_dtype, self.zero_points = scale_dtype, zero_points
