@@ -101,16 +101,21 @@ def test_rank_that_hangs(ranks: Server) -> None:
     """In the middle of an answer: the server says which rank it is, ends with an error, and leaves nothing."""
     pids = rank_pids(ranks)
     assert sorted(pids) == [0, 1]
-    client = Client(ranks)
+    place = rf"\(node \d+, CPUs [\d,-]+, process {pids[1]}\)"
+    # The limit of 8 seconds, and what an emulated process takes to tell.
+    lose(ranks, pids[1], signal.SIGSTOP, rf"rank 1 of group tp:0 {place} did not come within 8 s", 12)
+
+
+def lose(server: Server, pid: int, how: signal.Signals, report: str, seconds: float) -> None:
+    """Send a rank a signal in the middle of an answer: the server says so in time, ends, and its client is told."""
+    client = Client(server)
     time.sleep(2)
     begin = time.monotonic()
-    os.kill(pids[1], signal.SIGSTOP)
-    place = rf"\(node \d+, CPUs [\d,-]+, process {pids[1]}\)"
-    reported = seconds_until(ranks, rf"rank 1 of group tp:0 {place} did not come within 8 s", begin)
-    # The limit of 8 seconds, and what an emulated process takes to tell.
-    assert reported < 12, reported
-    over = assert_over(ranks, begin)
-    print(f"a rank that hangs: reported after {reported:.1f} s, over after {over:.1f} s")
+    os.kill(pid, how)
+    reported = seconds_until(server, report, begin)
+    assert reported < seconds, reported
+    over = assert_over(server, begin)
+    print(f"{how.name}: reported after {reported:.1f} s, over after {over:.1f} s")
     client.join(30)
     assert client.failed is not None, "the client was not told"
 
@@ -123,17 +128,8 @@ def test_killed_rank(tmp_path: Path, others: list[Server]) -> None:
     server.start()
     server.wait_until_ready(RANKS_START_TIMEOUT)
     pid = rank_pids(server)[1]
-    client = Client(server)
-    time.sleep(2)
-    begin = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
     report = rf"rank 1 \(node \d+, CPUs [\d,-]+\), process {pid}, was killed by SIGKILL: by hand, or by the kernel"
-    reported = seconds_until(server, report, begin)
-    assert reported < 10, reported
-    over = assert_over(server, begin)
-    print(f"a killed rank: reported after {reported:.1f} s, over after {over:.1f} s")
-    client.join(30)
-    assert client.failed is not None, "the client was not told"
+    lose(server, pid, signal.SIGKILL, report, 10)
 
 
 @pytest.mark.slow

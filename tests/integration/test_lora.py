@@ -101,25 +101,26 @@ def test_rows_of_adapters() -> None:
     assert shrunk[indices == -1].abs().min() > 0, "vLLM respects -1 now: layers/lora.py may go"
 
 
+# vLLM's wrapper cannot give logprobs of several prompts at once.
+ANSWER = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+TWO_ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_seqs": 8}
+
+
 @pytest.mark.parametrize("kernel", ["vac", "torch"])
 def test_two_adapters(tmp_path: Path, kernel: str) -> None:
-    one, reference_one = make_adapter(tmp_path / "one", 1)
-    two, reference_two = make_adapter(tmp_path / "two", 2)
+    (one, reference_one), (two, reference_two) = (make_adapter(tmp_path / str(seed), seed) for seed in (1, 2))
     base = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     prompts = [{"prompt_token_ids": ids} for ids in golden_prompts()[:3]]
-    # vLLM's wrapper cannot give logprobs of several prompts at once.
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
-    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_seqs": 8}
-    with engine(environ={"VAC_LINEAR": kernel}, **settings) as llm:
+    with engine(environ={"VAC_LINEAR": kernel}, **TWO_ADAPTERS) as llm:
         wrappers = {type(getattr(m, "punica_wrapper", None)).__name__ for m in model_of(llm).modules()}
         assert "ArmPunicaWrapper" in wrappers
         check_golden(llm, *FEW)
         for request, reference in ((one, reference_one), (two, reference_two)):
-            for output in llm.generate(prompts, params, use_tqdm=False, lora_request=request):
+            for output in llm.generate(prompts, ANSWER, use_tqdm=False, lora_request=request):
                 assert_as(reference, output)
         # Both adapters and none, in one batch.
         requests = [one, two, None]
-        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        outputs = llm.generate(prompts, ANSWER, use_tqdm=False, lora_request=requests)
         for output, reference in zip(outputs, (reference_one, reference_two, base), strict=True):
             assert_as(reference, output)
         # The adapters do something: under another's reference the logprobs are wrong.
@@ -140,22 +141,19 @@ def wrapper_of(worker: Any) -> str:
 
 def test_two_adapters_on_two_ranks(tmp_path: Path) -> None:
     """Divided over ranks as the layers are, in one batch: the tokens of one rank, as likely as FP32 says."""
-    one, reference_one = make_adapter(tmp_path / "one", 1)
-    two, reference_two = make_adapter(tmp_path / "two", 2)
+    (one, reference_one), (two, reference_two) = (make_adapter(tmp_path / str(seed), seed) for seed in (1, 2))
     base = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     prompts = [{"prompt_token_ids": ids} for ids in golden_prompts()[:3]]
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
-    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_seqs": 8}
     references = (reference_one, reference_two, base, base, reference_one, reference_two)
     tokens = []
     for ranks in (1, 2):
-        with engine(environ={"VAC_LINEAR": "vac"}, tensor_parallel_size=ranks, **settings) as llm:
+        with engine(environ={"VAC_LINEAR": "vac"}, tensor_parallel_size=ranks, **TWO_ADAPTERS) as llm:
             assert llm.collective_rpc(wrapper_of) == ["ArmPunicaWrapper"] * ranks
-            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[one, two, None])
+            outputs = llm.generate(prompts, ANSWER, use_tqdm=False, lora_request=[one, two, None])
             for output, reference in zip(outputs, (reference_one, reference_two, base), strict=True):
                 assert_as(reference, output)
             # The other way round: each adapter for another request.
-            swapped = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, one, two])
+            swapped = llm.generate(prompts, ANSWER, use_tqdm=False, lora_request=[None, one, two])
             for output, reference in zip(swapped, (base, reference_one, reference_two), strict=True):
                 assert_as(reference, output)
             tokens.append([list(output.outputs[0].token_ids) for output in (*outputs, *swapped)])
