@@ -21,6 +21,7 @@ PRELOAD_PROBE = "_VAC_PRELOAD_PROBE"  # results of trying the preload libraries
 USER_PRELOAD = "_VAC_USER_PRELOAD"  # LD_PRELOAD as the user had it
 THREAD_PLAN = "_VAC_THREAD_PLAN"  # the thread plan that OMP_* was set from
 RANK_PLAN = "_VAC_RANK_PLAN"  # where a rank's process and memory belong
+RANK_PARENT = "_VAC_RANK_PARENT"  # the process whose main thread has started the rank
 LOCAL_ENGINES = "_VAC_LOCAL_ENGINES"  # data-parallel engines on this machine
 AFFINITY = "_VAC_AFFINITY"  # CPUs of an API server before it was kept off those that compute
 

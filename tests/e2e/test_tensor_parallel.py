@@ -133,6 +133,22 @@ def test_killed_rank(tmp_path: Path, others: list[Server]) -> None:
 
 
 @pytest.mark.slow
+def test_killed_engine_of_a_stopped_rank(tmp_path: Path, others: list[Server]) -> None:
+    """Nobody is left who could end the rank, and it cannot do so itself."""
+    server = Server(tmp_path, SETTINGS, "--tensor-parallel-size", "2")
+    others.append(server)
+    server.start()
+    server.wait_until_ready(RANKS_START_TIMEOUT)
+    engine = server.engine_core()
+    assert engine is not None
+    os.kill(rank_pids(server)[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    over = assert_over(server, begin)
+    print(f"a killed engine of a stopped rank: over after {over:.1f} s")
+
+
+@pytest.mark.slow
 def test_rank_that_cannot_load(tmp_path: Path, others: list[Server]) -> None:
     """The second rank finds a file that was cut short: the server does not start, and says why and where."""
     damaged = tmp_path / "damaged"

@@ -184,8 +184,9 @@ def test_killed_rank(llm: LLM, shared_memory_before: frozenset[str], caplog: pyt
         ),
     ],
 )
-def test_same_tokens(scheme: str, ranks: int, tmp_path: Path) -> None:
+def test_same_tokens(scheme: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one rank gives them on the same checkpoint; the unquantized ones are known."""
+    share_cores(monkeypatch, ranks)
     source = MODEL if ranks == 2 else for_three_ranks(MODEL, tmp_path / "larger")
     model = source if scheme == "bf16" else make(scheme, tmp_path / scheme, source)
     prompts = golden_prompts("short-1", "medium")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,6 +246,59 @@ def test_a_process_is_born_with_its_plan() -> None:
     assert os.sched_getaffinity(0) == allowed
     assert dict(os.environ) == before
     assert numa.inherited() is None
+
+
+PARENT = """
+import os, subprocess, sys, threading
+from vllm_arm_cpu.runtime import numa, threads
+CHILD = "import os, signal; from vllm_arm_cpu.runtime import numa;"
+CHILD += "print(os.getpid(), numa.end_with_parent(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+plan = numa.RankPlan(0, threads.ThreadPlan(tuple(os.sched_getaffinity(0)), (0,)))
+def start():
+    with numa.environment_of(plan):
+        subprocess.Popen([sys.executable, "-c", CHILD])
+if sys.argv[1] == "main":
+    start()
+else:
+    threading.Thread(target=start).start()
+os.read(0, 1)
+"""
+
+
+def test_stopped_rank_ends_with_its_parent() -> None:
+    """One that hears nothing any more; not one that a thread has started, which may end before the process does."""
+    if not machines.can_start_processes():
+        pytest.skip("this Python cannot start itself here")
+    for thread, ends in (("main", True), ("other", False)):
+        command = [sys.executable, "-c", PARENT, thread]
+        parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        pid, told = parent.stdout.readline().split()
+        assert told == str(ends)
+        stat = Path(f"/proc/{pid}/stat")
+        try:
+            assert wait_for(stat, "T", 60)
+            parent.kill()
+            parent.wait()
+            assert wait_for(stat, "Z", 5 if ends else 0.5) == ends
+        finally:
+            if state(stat) == "T":
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def wait_for(stat: Path, wanted: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while (found := state(stat)) != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found == wanted
+
+
+def state(stat: Path) -> str:
+    """A process's state letter; one that is gone is as good as a zombie."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 def test_memory_policy_is_set_for_the_birth_alone(monkeypatch: pytest.MonkeyPatch) -> None:

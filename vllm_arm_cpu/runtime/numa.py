@@ -7,8 +7,11 @@ ranks than nodes) and nodes without one (fewer).
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from vllm_arm_cpu.runtime.topology import Topology
 MAX_RANKS = 16
 """As many as the collectives serve (``VAC_MAX_RANKS``)."""
 
+_PR_SET_PDEATHSIG = 1
 _LOCAL_DISTANCE, _UNKNOWN_DISTANCE = 10, 255
 
 
@@ -128,12 +132,14 @@ def environment_of(plan: RankPlan, environ: MutableMapping[str, str] | None = No
         from the node of the thread that first touches them.
     """
     environ = os.environ if environ is None else environ
-    names = (*threads.OMP_VARIABLES, "GOMP_CPU_AFFINITY", envs.THREAD_PLAN, envs.RANK_PLAN)
+    names = (*threads.OMP_VARIABLES, "GOMP_CPU_AFFINITY", envs.THREAD_PLAN, envs.RANK_PLAN, envs.RANK_PARENT)
     saved = {name: environ.get(name) for name in names}
     affinity, policy, refused = os.sched_getaffinity(0), None, 0
     try:
         threads.export(plan.threads, environ)
         environ[envs.RANK_PLAN] = _encode(plan)
+        if threading.current_thread() is threading.main_thread():
+            environ[envs.RANK_PARENT] = str(os.getpid())
         if plan.threads.pin:
             os.sched_setaffinity(0, plan.threads.cpus)
         if plan.memory_nodes:
@@ -164,6 +170,27 @@ def inherited(environ: Mapping[str, str] | None = None) -> RankPlan | None:
         return None if plan is None else RankPlan(int(rank), plan, home, float(share))
     except ValueError:
         return None
+
+
+def end_with_parent(environ: Mapping[str, str] | None = None) -> bool:
+    """Let the kernel kill this rank's process when the engine's dies, also while it is stopped or hangs.
+
+    vLLM's ranks notice by themselves, which those cannot. The kernel means the
+    thread that has started the process, so it is left alone where that was
+    another than the main one.
+
+    Returns:
+        Whether that was so.
+    """
+    environ = os.environ if environ is None else environ
+    parent = environ.get(envs.RANK_PARENT)
+    if parent != str(os.getppid()):
+        return False
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if parent != str(os.getppid()):
+        # It has died meanwhile.
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
 
 def _encode(plan: RankPlan) -> str:

@@ -71,6 +71,8 @@ class ArmCpuWorker(CPUWorker):
         inherited = numa.inherited()
         if inherited is None:
             frontend.leave()
+        else:
+            numa.end_with_parent()
         self.topology = topology.read()
         self._affinity = os.sched_getaffinity(0)
         parallel_config = vllm_config.parallel_config
