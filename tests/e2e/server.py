@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny-llama"
@@ -22,6 +22,18 @@ MODEL_NAME = "tiny-llama"
 
 # Of what else runs on the machine nothing is known, so it is remembered from before the first server.
 _SHARED_MEMORY_BEFORE = frozenset(os.listdir("/dev/shm"))
+
+
+class Process(Protocol):
+    """What a server needs of its first process; of ``subprocess.Popen``."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class HttpError(Exception):
@@ -56,7 +68,7 @@ class Server:
         self._command += ["--kv-cache-memory-bytes", str(64 << 20), *arguments]
         # A folder of its own shows what is left behind.
         self._environ = {**os.environ, "TMPDIR": str(self.temporary), **(environ or {})}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self.started = 0.0
 
     # --- life -----------------------------------------------------------------
@@ -64,15 +76,18 @@ class Server:
     def start(self) -> None:
         """Start it and return at once."""
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._launch(log)
         self.started = time.monotonic()
+
+    def _launch(self, log: BinaryIO) -> Process:
+        return subprocess.Popen(
+            self._command,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

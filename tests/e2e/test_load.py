@@ -19,7 +19,7 @@ ENGINE_IDLE_SHARE = 0.0025
 WAKE_UPS, ENGINE_WAKE_UPS = 20, 3
 """Times a second that an idle server's threads, and those of its EngineCore alone, begin to run: all but gloo's."""
 GLOO_THREAD = "gloo_tcp_loop"
-"""It waits for sockets a hundredth of a second at a time, and nothing can tell it otherwise; there is one."""
+"""It waits for sockets a hundredth of a second at a time, and nothing can tell it otherwise."""
 STREAMS, TOKENS = 4, 16
 
 
@@ -47,10 +47,11 @@ def usage(server: Server) -> dict[int, Usage]:
         # Behind the name: user and system time are the 14th and 15th field of the line.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
-        awake = [int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in threads]
-        polls = [f"Name:\t{GLOO_THREAD}\n" in text for text in threads]
-        assert sum(polls) <= 1, f"{sum(polls)} threads of gloo's poll"
-        waits = sum(count for count, poll in zip(awake, polls, strict=True) if not poll)
+        waits = sum(
+            int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+            for text in threads
+            if f"Name:\t{GLOO_THREAD}\n" not in text
+        )
         found[pid] = Usage((int(fields[11]) + int(fields[12])) / ticks, waits)
     return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import END_TIMEOUT, START_TIMEOUT
+from tests.e2e.forked import ForkedServer
 from tests.e2e.server import ROOT, Server
 from tests.integration.quantized import make, script
 
@@ -60,8 +61,7 @@ def test_every_checkpoint(scheme: str, tmp_path: Path) -> None:
     """Served over HTTP, it says what it says in an engine of this process."""
     entry = GOLDEN["short-1"]
     model = make(scheme, tmp_path / "model")
-    # What the engine of this process sets must not reach the server's.
-    server = Server(tmp_path, ENVIRON | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, model=model)
+    server = ForkedServer(tmp_path, ENVIRON, model=model)
     try:
         server.start()
         expected = in_this_process(model, entry["prompt_token_ids"])

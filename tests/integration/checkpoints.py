@@ -85,7 +85,8 @@ def save(model: PreTrainedModel, directory: Path) -> Path:
 def for_three_ranks(source: Path, directory: Path) -> Path:
     """The embedded checkpoint with sizes that three ranks can share, and the same results.
 
-    A third key head with its queries, intermediate columns and tokens are added, all of zeros.
+    A third key head with its queries, intermediate columns and tokens are added, all of zeros. As a Mistral, which is
+    the same model: transformers wants a Llama's hidden size to be a multiple of its heads.
     """
     config = json.loads((source / "config.json").read_text())
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
@@ -108,6 +109,7 @@ def for_three_ranks(source: Path, directory: Path) -> Path:
     save_file(state, directory / "model.safetensors", {"format": "pt"})
     config |= {"num_attention_heads": rows["q_proj"] // size, "num_key_value_heads": kv_heads + 1}
     config |= {"intermediate_size": rows["gate_proj"], "vocab_size": rows["embed_tokens"]}
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

@@ -17,13 +17,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.executor import multiproc_executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, UnreadyWorkerProcHandle, WorkerProc
 
 from vllm_arm_cpu.compat import queue_wait
 from vllm_arm_cpu.envs import format_cpu_list
@@ -36,8 +38,8 @@ logger = init_logger("vllm.arm_cpu.executor")
 _GRACE_SECONDS = 1.0
 """For ranks to end by themselves once one of them has failed: nothing that they could still do is of use."""
 
-_FIRST_END_SECONDS = 8.0
-"""For a rank that cannot load to be gone, so that it can be named."""
+_FIRST_END_SECONDS = 1.0
+"""For a rank that cannot load to be gone, so that it can be said how it ended."""
 
 
 class NumaExecutor(MultiprocExecutor):
@@ -55,17 +57,37 @@ class NumaExecutor(MultiprocExecutor):
         queue_wait.apply()
         # The name that upstream's method looks up; its own manager binds nodes by number and
         # refuses more ranks than nodes.
-        upstream = multiproc_executor.OMPProcessManager
+        manager, wait = multiproc_executor.OMPProcessManager, WorkerProc.wait_for_ready
         multiproc_executor.OMPProcessManager = lambda config: _Births(self.plans)
+        WorkerProc.wait_for_ready = staticmethod(lambda handles: self._wait_for_ready(wait, handles))
         self._watch = _Watch(self)
         try:
             super()._init_executor()
-        except Exception as error:
-            if self._watch.first is None:
-                raise
-            raise RuntimeError(f"loading failed: {self._watch.first}") from error
         finally:
-            multiproc_executor.OMPProcessManager = upstream
+            multiproc_executor.OMPProcessManager = manager
+            WorkerProc.wait_for_ready = staticmethod(wait)
+
+    def _wait_for_ready(
+        self, wait: Callable[[list[UnreadyWorkerProcHandle]], Any], handles: list[UnreadyWorkerProcHandle]
+    ) -> Any:
+        """As vLLM's ``wait``, which does not say who is not.
+
+        Raises:
+            RuntimeError: a rank has ended or failed; names it, its place and, where it is known, how.
+        """
+        for handle in handles:
+            handle.ready_pipe.__class__ = _ReadyPipe
+        try:
+            return wait(handles)
+        except Exception as error:
+            lost = [handle for handle in handles if getattr(handle.ready_pipe, "lost", False)]
+            if not lost:
+                raise
+            # The process itself may take longer.
+            self._watch.ended.wait(_FIRST_END_SECONDS)
+            who = f"{self.describe(lost[0].rank)}, process {lost[0].proc.pid}"
+            first = self._watch.first or f"{who}, has given up; its own message stands above"
+            raise RuntimeError(f"loading failed: {first}") from error
 
     def _ensure_worker_termination(self, worker_procs: list[BaseProcess]) -> None:
         """As vLLM's where all is well; ranks of an engine that has failed are not waited for.
@@ -77,9 +99,6 @@ class NumaExecutor(MultiprocExecutor):
         if not (self.is_failed or isinstance(sys.exc_info()[1], Exception)):
             MultiprocExecutor._ensure_worker_termination(worker_procs)
             return
-        if not hasattr(self, "workers"):
-            # The one that cannot load is on its way out.
-            self._watch.ended.wait(_FIRST_END_SECONDS)
         # What ends from here on is no news.
         self.shutting_down = True
         for process in worker_procs:
@@ -101,6 +120,20 @@ class NumaExecutor(MultiprocExecutor):
         """A rank's name for messages: where it is."""
         plan = self.plans[rank % len(self.plans)]
         return f"rank {rank} (node {plan.node}, CPUs {format_cpu_list(plan.threads.cpus)})"
+
+
+class _ReadyPipe(Connection):
+    """A pipe on which a rank says that it is ready, or closes without a word."""
+
+    lost: bool = False
+
+    def recv(self) -> Any:
+        """As always."""
+        try:
+            return super().recv()
+        except EOFError:
+            self.lost = True
+            raise
 
 
 class _Births:

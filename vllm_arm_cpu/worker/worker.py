@@ -185,7 +185,7 @@ class ArmCpuWorker(CPUWorker):
             warmup.after_load(self.model_runner.get_model(), self.vllm_config)
         except Exception as error:
             if numa.inherited() is not None:
-                # The executor hears of the end of this process alone, seconds later.
+                # The executor knows who, not why.
                 where = f"node {self.plan.node}, CPUs {format_cpu_list(self.plan.threads.cpus)}"
                 logger.error("rank %d (%s) cannot load: %s: %s", self.rank, where, type(error).__name__, error)
             raise
