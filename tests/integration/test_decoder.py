@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from vllm import LLM
 from vllm.forward_context import get_forward_context
 
@@ -238,6 +246,7 @@ MODELS = {
     "qwen2": Qwen2Config(**{**SIZES, "tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**{**SIZES, "hidden_size": 128}, head_dim=64),
     "llama": LlamaConfig(**SIZES, **WINDOW),
+    "gemma3": Gemma3TextConfig(**SIZES, **WINDOW, head_dim=64, query_pre_attn_scalar=64),
     "mistral": MistralConfig(**SIZES, sliding_window=32),
     # Two layers in three have experts.
     "qwen3-moe": Qwen3MoeConfig(
@@ -250,12 +259,12 @@ MODELS = {
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3", "llama", "qwen3-moe"),
+        *("qwen3", "llama", "gemma3", "qwen3-moe"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "mixtral")),
     ],
 )
 def test_other_models(name: str, tmp_path: Path) -> None:
-    """Biases, norms by head, sliding windows, experts: every step has the bits that the modules give."""
+    """Biases, norms by head and behind parts, sliding windows, experts: every step has the bits of the modules."""
     directory = save(random_model(MODELS[name]), tmp_path / name)
     with engine(directory, skip_tokenizer_init=True, max_num_batched_tokens=64) as llm:
         worker(llm).model_runner.plain = None
@@ -269,7 +278,7 @@ def test_other_models(name: str, tmp_path: Path) -> None:
         assert len(steps) >= 5
         assert max(steps) == 64
         (step,) = segment.steps.values()
-        assert len(step.groups) == (2 if name == "llama" else 1)
+        assert len(step.groups) == (2 if name in ("llama", "gemma3") else 1)
         if name == "qwen3-moe":
             check_misfits(segment.layers[0])
 

@@ -205,7 +205,6 @@ ZOO: dict[str, Entry] = {
         ),
         plus_one=True,
         parts="sliding windows and global layers, norms before and behind, two rotary embeddings",
-        modules_because="is not of Llama's family",
     ),
     "phi3": Entry(
         "Phi-3, Phi-4",

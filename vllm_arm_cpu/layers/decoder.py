@@ -28,7 +28,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from vllm.model_executor.models import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl, ArmAttentionMetadata
@@ -98,7 +98,10 @@ class NativeInt8Linear(NativeLinear, Protocol):
 
 # --- which layers fit ---------------------------------------------------------
 
+# Layers whose parts are normalised once more before they are added to the residual.
+_SANDWICHES = (gemma3.Gemma3DecoderLayer.forward,)
 _LAYERS = (
+    *_SANDWICHES,
     llama.LlamaDecoderLayer.forward,
     qwen2.Qwen2DecoderLayer.forward,
     qwen3.Qwen3DecoderLayer.forward,
@@ -107,6 +110,7 @@ _LAYERS = (
     qwen3_moe.Qwen3MoeDecoderLayer.forward,
 )
 _ATTENTIONS = (
+    gemma3.Gemma3Attention.forward,
     llama.LlamaAttention.forward,
     qwen2.Qwen2Attention.forward,
     qwen3.Qwen3Attention.forward,
@@ -114,11 +118,18 @@ _ATTENTIONS = (
     mixtral.MixtralAttention.forward,
     qwen3_moe.Qwen3MoeAttention.forward,
 )
-_MLPS = (llama.LlamaMLP.forward, qwen2.Qwen2MLP.forward, mistral.MistralMLP.forward, qwen3_moe.Qwen3MoeMLP.forward)
+_MLPS = (
+    gemma3.Gemma3MLP.forward,
+    llama.LlamaMLP.forward,
+    qwen2.Qwen2MLP.forward,
+    mistral.MistralMLP.forward,
+    qwen3_moe.Qwen3MoeMLP.forward,
+)
 # A linear layer whose output goes to a router, and experts.
 _MIXTURES = (mixtral.MixtralMoE.forward, qwen3_moe.Qwen3MoeSparseMoeBlock.forward)
 # Loops in which nothing stands between two layers but what EAGLE takes out.
 _MODELS = (
+    gemma3.Gemma3Model.forward,
     llama.LlamaModel.forward,
     qwen2.Qwen2Model.forward,
     mistral.MistralModel.forward,
@@ -185,6 +196,10 @@ def _mlp_of(layer: Any) -> Any:
     return getattr(layer, "mlp", None) or getattr(layer, "block_sparse_moe", None)
 
 
+def _is_sandwich(layer: Any) -> bool:
+    return same_code(forward_of(layer), _SANDWICHES)
+
+
 def _is_mixture(mlp: Any) -> bool:
     return same_code(forward_of(mlp), _MIXTURES)
 
@@ -234,6 +249,8 @@ def misfit(layer: Any, dtype: torch.dtype, ranks: Ranks) -> str | None:
     if dtype not in DTYPES:
         return f"its type is {dtype}"
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if _is_sandwich(layer):
+        norms += [layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm]
     if _has_head_norms(attention):
         norms += [attention.q_norm, attention.k_norm]
     reasons = [
@@ -369,6 +386,8 @@ class Step:
         self.buffers = buffers
         self.groups: dict[int, tuple[str, _GroupSlots]] = {}
         self.routed: dict[int, Routed] = {}
+        # Whether the ranks have partial results of what the last op has made.
+        self._partial = False
         self._begin()
         for i, layer in enumerate(layers):
             attn = layer.self_attn.attn
@@ -387,14 +406,15 @@ class Step:
         """Append what comes before the layers; nothing here."""
 
     def _end(self, size: int) -> None:
-        """Append what comes behind the layers: their last output [tokens, size] is a sum over ranks."""
-        self.ranks.add_all_reduce(self.program, self.buffers.dtype, self.slots["tokens"], size, self.slots["out"])
+        """Append what comes behind the layers, whose last output is [tokens, size]."""
+        self._add_sum(self.slots[self.last_output], size)
 
     def _add_layer(self, layer: Any, group: _GroupSlots, first: bool, last: bool, has_residual: bool) -> None:
         """Append a layer's ops. ``hidden`` holds what the last linear made, and its norm."""
         program, slots, buffers = self.program, self.slots, self.buffers
         attention, mlp, tokens = layer.self_attn, _mlp_of(layer), slots["tokens"]
-        qkv_proj, o_proj, is_mixture = attention.qkv_proj, attention.o_proj, _is_mixture(mlp)
+        qkv_proj, o_proj = attention.qkv_proj, attention.o_proj
+        is_mixture, is_sandwich = _is_mixture(mlp), _is_sandwich(layer)
         in_mlp = (mlp.gate,) if is_mixture else (mlp.gate_up_proj, mlp.down_proj)
         linears = {layer: _linear_of(layer) for layer in (qkv_proj, o_proj, *in_mlp)}
         dtype, size = linears[qkv_proj].dtype, linears[qkv_proj].k
@@ -408,20 +428,15 @@ class Step:
         def matmul(linear: Any, x: Rows, out: Rows, partial: bool = False) -> None:
             bias = self.ranks.bias_of(linear) if partial else linear.bias
             linears[linear].add_to(program, tokens, x, out, bias, slots["workspace"])
+            self._partial = partial
 
-        def norm_and_matmul(
-            module: Any, linear: Any, x: Rows, residual: Rows | None, out: Rows, partial: bool = False
-        ) -> None:
+        def norm_and_matmul(module: Any, linear: Any, x: Rows, residual: Rows | None, out: Rows) -> None:
             int8 = as_int8(linears[linear])
             if int8 is None:
-                if partial and residual is not None:
-                    self._add_sum_and_norm(module, x, residual, hidden)
-                else:
-                    norm.add_norm(program, module, dtype, tokens, x, hidden, residual=residual)
+                self._add_sum_and_norm(module, x, residual, hidden)
                 matmul(linear, hidden, out)
                 return
-            if partial:
-                self.ranks.add_all_reduce(program, dtype, tokens, size, x.base)
+            self._add_sum(x.base, size)
             buffers.want_bytes("quantized", int8.quantized_size)
             quantized, workspace = slots["quantized"], slots["workspace"]
             buffers.want_bytes("workspace", norm.int8_workspace(module))
@@ -443,6 +458,7 @@ class Step:
             buffers.want_bytes("workspace", activation.int8_workspace(d))
             activation.add_activation_int8(program, kind, dtype, tokens, x, d, quantized, int8.quantization, workspace)
             int8.add_quantized_to(program, tokens, quantized, out, self.ranks.bias_of(linear), workspace)
+            self._partial = True
 
         hidden = Rows(slots["hidden"], size)
         given, residual = Rows(slots["x"], slots["x_stride"]), Rows(slots["residual"], slots["residual_stride"])
@@ -450,22 +466,25 @@ class Step:
         attended = Rows(slots["attention"], linears[o_proj].k)
         made = Rows(slots[self.last_output], size) if last else hidden
 
-        if first:
-            added = residual if has_residual else None
-            norm_and_matmul(layer.input_layernorm, qkv_proj, given, added, qkv)
-        else:
-            norm_and_matmul(layer.input_layernorm, qkv_proj, hidden, residual, qkv, partial=True)
+        x, added = (given, residual if has_residual else None) if first else (hidden, residual)
+        norm_and_matmul(layer.input_layernorm, qkv_proj, x, added, qkv)
         self._add_attention(attention, dtype, group, qkv, attended)
         matmul(o_proj, attended, hidden, partial=True)
+        before_mlp = layer.post_attention_layernorm
+        if is_sandwich:
+            self._add_sum_and_norm(layer.post_attention_layernorm, hidden, None, hidden)
+            before_mlp = layer.pre_feedforward_layernorm
         if is_mixture:
             logits = Rows(slots["router_logits"], linears[mlp.gate].n)
-            self._add_sum_and_norm(layer.post_attention_layernorm, hidden, residual, hidden)
+            self._add_sum_and_norm(before_mlp, hidden, residual, hidden)
             matmul(mlp.gate, hidden, logits)
             self._add_experts(mlp.experts, dtype, hidden, logits, made)
             return
         gated = Rows(slots["gate_up"], linears[mlp.gate_up_proj].n)
-        norm_and_matmul(layer.post_attention_layernorm, mlp.gate_up_proj, hidden, residual, gated, partial=True)
+        norm_and_matmul(before_mlp, mlp.gate_up_proj, hidden, residual, gated)
         activation_and_matmul(mlp.down_proj, gated, made)
+        if is_sandwich:
+            self._add_sum_and_norm(layer.post_feedforward_layernorm, made, None, made)
 
     def _add_experts(self, runner: Any, dtype: torch.dtype, x: Rows, logits: Rows, out: Rows) -> None:
         """Append the router's choice, and the chosen experts' outputs [tokens, hidden]; ``out`` may be x itself."""
@@ -481,14 +500,26 @@ class Step:
             self.buffers.want_bytes(name, _Room(made, name, top_k, dtype))
         experts.add_route(self.program, routed, logits, dtype, runner.router)
         made.add_to(self.program, routed, x, out, dtype, layer.activation)
+        self._partial = True
 
-    def _add_sum_and_norm(self, module: Any, hidden: Rows, residual: Rows, out: Rows) -> None:
-        """Append what follows a row-parallel layer: the ranks' sum of ``hidden``, the residual's, and a norm."""
-        dtype, tokens = self.buffers.dtype, self.slots["tokens"]
-        if self.ranks.add_all_reduce_norm(self.program, module, dtype, tokens, hidden.base, out, residual):
+    def _add_sum(self, x: Slot, size: int) -> None:
+        """Append the ranks' sum of [tokens, size], if they have partial results."""
+        if self._partial:
+            self.ranks.add_all_reduce(self.program, self.buffers.dtype, self.slots["tokens"], size, x)
+            self._partial = False
+
+    def _add_sum_and_norm(self, module: Any, x: Rows, residual: Rows | None, out: Rows) -> None:
+        """Append a norm of ``x`` [tokens, size], of which ranks may have partial results, plus the residual."""
+        program, dtype, tokens = self.program, self.buffers.dtype, self.slots["tokens"]
+        if (
+            self._partial
+            and residual is not None
+            and self.ranks.add_all_reduce_norm(program, module, dtype, tokens, x.base, out, residual)
+        ):
+            self._partial = False
             return
-        self.ranks.add_all_reduce(self.program, dtype, tokens, module.weight.shape[0], hidden.base)
-        norm.add_norm(self.program, module, dtype, tokens, hidden, out, residual=residual)
+        self._add_sum(x.base, module.weight.shape[0])
+        norm.add_norm(program, module, dtype, tokens, x, out, residual=residual)
 
     def _add_attention(self, attention: Any, dtype: torch.dtype, group: _GroupSlots, qkv: Rows, attended: Rows) -> None:
         program, tokens = self.program, self.slots["tokens"]

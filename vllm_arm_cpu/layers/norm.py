@@ -116,13 +116,20 @@ class ArmGemmaRMSNorm(GemmaRMSNorm):
 
 def not_native(module: Any, dtype: torch.dtype) -> str | None:
     """Why a norm cannot be an op of a program over ``dtype``, or None."""
-    if type(module) is not ArmRMSNorm:
+    if type(module) is ArmRMSNorm:
+        if module.variance_size_override is not None or not (module.pass_weight and module.pass_weight_add):
+            return "a norm over a part of its input, or without a weight"
+    elif type(module) is not ArmGemmaRMSNorm:
         return f"its norm is {type(module).__name__}"
-    if module.variance_size_override is not None or not (module.pass_weight and module.pass_weight_add):
-        return "a norm over a part of its input, or without a weight"
     if dtype not in DTYPES or module.weight.dtype not in (dtype, torch.float32):
         return f"a norm's weight is {module.weight.dtype}"
     return None
+
+
+def set_weight(args: Any, module: Any) -> None:
+    """Write what an argument struct says of a norm's weight, but for its address, and epsilon."""
+    args.eps, args.weight_dtype = module.variance_epsilon, DTYPES[module.weight.dtype]
+    args.weight_plus_one = isinstance(module, GemmaRMSNorm)
 
 
 def add_norm(
@@ -144,8 +151,8 @@ def add_norm(
     size = weight.shape[0]
     name = "vac_rms_norm" if residual is None else "vac_fused_add_rms_norm"
     args = program.op(name, f"{name}_args", barrier, num_tokens=tokens, hidden_size=size, weight=weight)
-    args.eps = module.variance_epsilon
-    args.dtype, args.weight_dtype = DTYPES[dtype], DTYPES[weight.dtype]
+    args.dtype = DTYPES[dtype]
+    set_weight(args, module)
     program.rows(args, "x", x, "x_token_stride")
     program.rows(args, "out", out, "out_token_stride")
     if residual is None:
@@ -190,8 +197,8 @@ def add_norm_int8(
         rows=rows,
         workspace=workspace,
     )
-    args.quantization, args.eps = quantization, module.variance_epsilon
-    args.dtype, args.weight_dtype = DTYPES[dtype], DTYPES[weight.dtype]
+    args.quantization, args.dtype = quantization, DTYPES[dtype]
+    set_weight(args, module)
     program.rows(args, "x", x, "x_token_stride")
     if residual is not None:
         program.rows(args, "residual", residual, "residual_token_stride")

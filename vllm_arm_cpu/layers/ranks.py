@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_arm_cpu.layers import norm
 from vllm_arm_cpu.native.call import DTYPES
 from vllm_arm_cpu.native.program import Program, Rows, Slot
 
@@ -67,8 +68,8 @@ class Ranks:
         name = "vac_all_reduce_rms_norm"
         args = program.op(name, f"{name}_args", num_tokens=tokens, weight=weight)
         program.fill(args, **{"in": x})
-        args.communicator, args.hidden_size, args.eps = self._segment.communicator, size, module.variance_epsilon
-        args.dtype, args.weight_dtype = DTYPES[dtype], DTYPES[weight.dtype]
+        args.communicator, args.hidden_size, args.dtype = self._segment.communicator, size, DTYPES[dtype]
+        norm.set_weight(args, module)
         program.rows(args, "out", out, "out_token_stride")
         program.rows(args, "residual", residual, "residual_token_stride")
         return True
