@@ -32,6 +32,9 @@ TEXT = (
     "in a kitchen at three thousand metres. The opposite is true as well: in a closed pot the pressure rises, the "
     "water becomes hotter than one hundred degrees, and beans that would take two hours are soft in twenty minutes."
 )
+QUESTIONS = ("Question: What is the capital of France?\nAnswer:", "The opposite of hot is", "One, two, three, four,")
+"""What it is asked; it is no model that chats."""
+
 ROUNDING = {"w8a8": "symmetric", "w4a8-group32": "symmetric", "w4a8-packed-group128": "asymmetric"}
 """Scheme of scripts/quantize_checkpoint.py -> how the engine rounds activations in the test, per token."""
 
@@ -51,6 +54,14 @@ lm_head is in INT8 since products in BF16 are what takes minutes under emulation
 lm_head. It makes 1 % in W8A8.
 """
 
+ANSWERS = {
+    "bf16": ((" Paris",), (" cold",), (" five",)),
+    "w8a8": ((" Paris",), (" cold",), (" five",)),
+    "w4a8-group32": ((" Paris",), (" cold",), (" five", " four")),
+    "w4a8-packed-group128": ((" Paris",), (" a", " cold"), (" and",)),
+}
+"""The tokens with which FP32, rounding alike, answers each question: four bits cost so small a model some of them."""
+
 DRAWS = 8
 
 
@@ -66,8 +77,8 @@ def token_ids() -> list[int]:
     return ids
 
 
-def reference(scheme: str) -> list[float]:
-    """The perplexities whose mean stands in ``REFERENCE``."""
+def reference(scheme: str) -> tuple[list[float], list[tuple[str, ...]]]:
+    """The perplexities whose mean stands in ``REFERENCE``, and what stands in ``ANSWERS``."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -93,13 +104,19 @@ def reference(scheme: str) -> list[float]:
         table = model.lm_head.weight.data
         model.lm_head.weight = torch.nn.Parameter(_round_inputs("symmetric", None, (table,)))
         model.lm_head.register_forward_pre_hook(functools.partial(_round_inputs, "symmetric"))
-    ids, found = token_ids(), []
+    ids, perplexities = token_ids(), []
+    answers: list[set[str]] = [set() for _ in QUESTIONS]
     for draw in range(1 if scheme == "bf16" else DRAWS):
         generator.manual_seed(draw)
         with torch.no_grad():
             likely = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
-        found.append(math.exp(-float(likely.mean())))
-    return found
+        perplexities.append(math.exp(-float(likely.mean())))
+        for question, given in zip(QUESTIONS, answers, strict=True):
+            generator.manual_seed(draw)
+            with torch.no_grad():
+                logits = model(torch.tensor([tokenizer().encode(question).ids])).logits[0, -1]
+            given.add(tokenizer().decode([int(logits.argmax())]))
+    return perplexities, [tuple(sorted(given)) for given in answers]
 
 
 def _round_inputs(rounding: str, _module: Any, inputs: Any) -> Any:
@@ -116,6 +133,7 @@ def _round_inputs(rounding: str, _module: Any, inputs: Any) -> Any:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or REFERENCE:
-        draws = reference(name)
+        draws, answers = reference(name)
         mean, spread = statistics.mean(draws), statistics.stdev(draws) if len(draws) > 1 else 0.0
         print(f"{name}: {mean:.3f} in FP32, with a standard deviation of {spread:.3f}; {len(token_ids())} tokens")
+        print(f"{name}: answers {answers}")

@@ -10,18 +10,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.integration.engine import engine, worker
-from tests.integration.gemma270m import FOLDER, REFERENCE, token_ids, tokenizer
+from tests.integration.gemma270m import ANSWERS, FOLDER, QUESTIONS, REFERENCE, token_ids, tokenizer
 from tests.integration.quantized import script
 from vllm_arm_cpu.layers.linear import PackedLinear
 from vllm_arm_cpu.quantization.w4a8 import Int4Linear, KleidiAILinear
 from vllm_arm_cpu.quantization.w8a8 import Int8Linear
-
-ANSWERS = {
-    "Question: What is the capital of France?\nAnswer:": " Paris",
-    "The opposite of hot is": " cold",
-    "One, two, three, four,": " five,",
-}
-"""What it is asked, and what FP32's likeliest tokens are; it is no model that chats."""
 
 
 # In BF16 a quarter of an hour is not enough on busy emulated cores.
@@ -43,7 +36,7 @@ def test_gemma(scheme: str, environ: dict[str, str], kind: type, tmp_path: Path)
     ids = token_ids()
     prompts: list[Any] = [
         {"prompt_token_ids": ids},
-        *({"prompt_token_ids": tokenizer().encode(text).ids} for text in ANSWERS),
+        *({"prompt_token_ids": tokenizer().encode(text).ids} for text in QUESTIONS),
     ]
     answering = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     reading = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -52,7 +45,7 @@ def test_gemma(scheme: str, environ: dict[str, str], kind: type, tmp_path: Path)
         named = worker(llm).model_runner.get_model().named_modules()
         linears = [module.cpu_linear for name, module in named if name.endswith("_proj")]
         assert len(linears) == 18 * 4 and {type(linear) for linear in linears} == {kind}
-        read, *answers = llm.generate(prompts, [reading] + [answering] * len(ANSWERS), use_tqdm=False)
+        read, *answers = llm.generate(prompts, [reading] + [answering] * len(QUESTIONS), use_tqdm=False)
     likely = [entry[token].logprob for token, entry in zip(ids[1:], read.prompt_logprobs[1:], strict=True)]
     perplexity = math.exp(-sum(likely) / len(likely))
     said = [tokenizer().decode(list(answer.outputs[0].token_ids)) for answer in answers]
@@ -62,6 +55,6 @@ def test_gemma(scheme: str, environ: dict[str, str], kind: type, tmp_path: Path)
         f"weights and rounding {expected:.2f}, FP32 {REFERENCE['bf16'][0]:.3f}; says {said}"
     )
     assert perplexity == pytest.approx(expected, rel=allowed)
-    right = [text for text, expected in zip(said, ANSWERS.values(), strict=True) if text.startswith(expected)]
-    # A model as small as this one loses an answer to four bits.
-    assert len(right) == len(ANSWERS) if scheme == "bf16" else len(right) >= 2
+    known = [text.startswith(answers) for text, answers in zip(said, ANSWERS[scheme], strict=True)]
+    # Where activations are rounded one may fall the other way: the reference's logprobs differ by 0.3 between draws.
+    assert known.count(False) <= (0 if scheme == "bf16" else 1), said
