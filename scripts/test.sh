@@ -96,10 +96,10 @@ slow() {
     group upstream-slow 3600 bash -c 'on_upstream whole'
     # Checkpoints with real weights, speech, Ray.
     group slow-data 1800 scripts/slow_data.sh
-    MARKED=slow group slow-pipeline 2400 bash -c 'on_arm neoverse-v2 PYTHONPATH=$INSIDE/build/site:$INSIDE:$INSIDE/build/ray-site \
-        tests/integration/test_pipeline.py'
+    MARKED=slow group slow-ray 2400 bash -c 'on_arm neoverse-v2 PYTHONPATH=$INSIDE/build/site:$INSIDE:$INSIDE/build/ray-site \
+        tests/integration/test_ray.py'
     MARKED=slow group slow 5400 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration \
-        --ignore=tests/integration/test_pipeline.py'
+        --ignore=tests/integration/test_ray.py'
     # A server for each kind of quantized checkpoint; the soak.
     MARKED=slow group e2e-slow 12600 bash -c 'on_arm neoverse-v2 tests/e2e'
 }

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3TextConfig
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.integration.checkpoints import for_three_ranks
+from tests.integration.checkpoints import SIZES, for_three_ranks, random_model, save
 from tests.integration.engine import GOLDEN, MODEL, check_golden, engine, golden_prompts, greedy
 from tests.integration.quantized import make
 from vllm_arm_cpu.layers import decoder
@@ -140,20 +141,23 @@ def test_golden_tokens(llm: LLM) -> None:
     check_golden(llm, "short-1", "medium", max_tokens=16)
 
 
-def test_native_lists_and_modules(llm: LLM) -> None:
+def assert_modules_give_the_same(llm: LLM, prompts: list[list[int]]) -> None:
     """Ranks that meet inside op lists give the bits that vLLM's modules with our collectives give."""
     parameters = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, logprobs=2, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in golden_prompts("short-1", "medium")]
 
     def logprobs() -> list[Any]:
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        llm.reset_prefix_cache()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
         return [(output.prompt_logprobs, output.outputs[0].logprobs) for output in outputs]
 
-    llm.reset_prefix_cache()
     native = logprobs()
     executor(llm).collective_rpc(module_by_module)
-    llm.reset_prefix_cache()
     assert str(logprobs()) == str(native)
+
+
+def test_native_lists_and_modules(llm: LLM) -> None:
+    """The model of the other tests; from here on module by module."""
+    assert_modules_give_the_same(llm, golden_prompts("short-1", "medium"))
 
 
 def test_killed_rank(llm: LLM, shared_memory_before: frozenset[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -219,6 +223,16 @@ def sure_tokens(completion: Any) -> list[int]:
         if best - second < NEARLY:
             return list(completion.token_ids[:step])
     return list(completion.token_ids)
+
+
+@pytest.mark.slow
+def test_norms_behind_sums(tmp_path: Path) -> None:
+    """Gemma 3's layers, which norm the ranks' sum before the residual is added."""
+    config = Gemma3TextConfig(**SIZES, head_dim=64, query_pre_attn_scalar=64)
+    model = save(random_model(config, plus_one=True), tmp_path / "gemma3")
+    with engine(model, tensor_parallel_size=2, skip_tokenizer_init=True) as llm:
+        assert executor(llm).collective_rpc(native_layers) == [config.num_hidden_layers] * 2
+        assert_modules_give_the_same(llm, [list(range(2, 40)), [7, 8, 9]])
 
 
 def native_layers(worker: Any) -> int:
