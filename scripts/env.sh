@@ -103,10 +103,10 @@ install_host_packages() { install_packages $HOST_PACKAGES; }
 # shellcheck disable=SC2086
 install_numa_packages() { install_packages $NUMA_PACKAGES; }
 
-install() { "$PROJECT/scripts/install_vllm.sh" "$@"; }
-make_tools() { install tools; }
-install_requirements() { install requirements; }
-install_vllm() { install vllm; }
+vllm_installer() { "$PROJECT/scripts/install_vllm.sh" "$@"; }
+make_tools() { vllm_installer tools; }
+install_requirements() { vllm_installer requirements; }
+install_vllm() { vllm_installer vllm; }
 
 static_qemu() {
     local binary
@@ -160,7 +160,7 @@ make_root() {
 # The first import compiles some 10,000 files under emulation: do it here, if
 # this machine has a Python that writes the same bytecode.
 compile_bytecode() {
-    install bytecode vllm torch transformers numpy pydantic openai anthropic fastapi sympy numba llvmlite aiohttp mcp
+    vllm_installer bytecode vllm torch transformers numpy pydantic openai anthropic fastapi sympy numba llvmlite aiohttp mcp
 }
 
 # Debian's arm64 kernel, and a first file system that mounts what the emulator shares.
