@@ -89,7 +89,8 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any
     room: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1}
     cluster = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
     try:
-        cluster.add_node(**room)
+        # vLLM tells nodes apart by their addresses.
+        cluster.add_node(**room, node_ip_address="127.0.0.2")
         ray.init(address=cluster.address)
         yield cluster
     finally:
