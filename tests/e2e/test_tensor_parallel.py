@@ -48,6 +48,16 @@ def others(tmp_path: Path) -> Iterator[list[Server]]:
         server.kill()
 
 
+@pytest.fixture
+def another(tmp_path: Path, others: list[Server]) -> Server:
+    """One of two ranks that a test may ruin, ready."""
+    server = Server(tmp_path, SETTINGS, "--tensor-parallel-size", "2")
+    others.append(server)
+    server.start()
+    server.wait_until_ready(RANKS_START_TIMEOUT)
+    return server
+
+
 def rank_pids(server: Server) -> dict[int, int]:
     """Process of each rank, as the log has them."""
     return {int(rank): int(pid) for rank, pid in re.findall(r"Worker_TP(\d+) pid=(\d+)\)", server.log())}
@@ -121,30 +131,22 @@ def lose(server: Server, pid: int, how: signal.Signals, report: str, seconds: fl
 
 
 @pytest.mark.slow
-def test_killed_rank(tmp_path: Path, others: list[Server]) -> None:
+def test_killed_rank(another: Server) -> None:
     """In the middle of an answer, by SIGKILL as by the kernel for want of memory."""
-    server = Server(tmp_path, SETTINGS, "--tensor-parallel-size", "2")
-    others.append(server)
-    server.start()
-    server.wait_until_ready(RANKS_START_TIMEOUT)
-    pid = rank_pids(server)[1]
+    pid = rank_pids(another)[1]
     report = rf"rank 1 \(node \d+, CPUs [\d,-]+\), process {pid}, was killed by SIGKILL: by hand, or by the kernel"
-    lose(server, pid, signal.SIGKILL, report, 10)
+    lose(another, pid, signal.SIGKILL, report, 10)
 
 
 @pytest.mark.slow
-def test_killed_engine_of_a_stopped_rank(tmp_path: Path, others: list[Server]) -> None:
+def test_killed_engine_of_a_stopped_rank(another: Server) -> None:
     """Nobody is left who could end the rank, and it cannot do so itself."""
-    server = Server(tmp_path, SETTINGS, "--tensor-parallel-size", "2")
-    others.append(server)
-    server.start()
-    server.wait_until_ready(RANKS_START_TIMEOUT)
-    engine = server.engine_core()
+    engine = another.engine_core()
     assert engine is not None
-    os.kill(rank_pids(server)[1], signal.SIGSTOP)
+    os.kill(rank_pids(another)[1], signal.SIGSTOP)
     begin = time.monotonic()
     os.kill(engine, signal.SIGKILL)
-    over = assert_over(server, begin)
+    over = assert_over(another, begin)
     print(f"a killed engine of a stopped rank: over after {over:.1f} s")
 
 
