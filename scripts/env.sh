@@ -80,7 +80,7 @@ check_machine() {
 NUMA_PACKAGES="qemu-system-arm mmdebstrap cpio gcc"
 KERNEL_PACKAGES=linux-image-arm64,busybox-static
 KERNEL_MODULES="virtio virtio_ring virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci netfs fscache 9pnet 9pnet_virtio 9p overlay"
-HOST_PACKAGES="qemu-user qemu-user-static mmdebstrap clang-19 lld-19 llvm-19 clang-format-19 gcc make gcc-aarch64-linux-gnu g++-aarch64-linux-gnu xz-utils dpkg-dev python3-venv util-linux debian-archive-keyring ca-certificates"
+HOST_PACKAGES="qemu-user qemu-user-static mmdebstrap clang-19 lld-19 llvm-19 clang-format-19 gcc make gcc-aarch64-linux-gnu g++-aarch64-linux-gnu xz-utils dpkg-dev python3-venv util-linux mount debian-archive-keyring ca-certificates"
 
 missing_packages() {
     local package
