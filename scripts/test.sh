@@ -2,7 +2,8 @@
 # Runs the tests: what needs no Arm code on this machine, the rest on Arm, two
 # groups at a time. Each group has a time limit, a log in build/ and a line.
 #
-#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | numa | upstream | slow | soak
+#   scripts/test.sh all | fast | unit | emulation | kernels | integration | e2e | numa | upstream | soak
+#   scripts/test.sh slow | e2e-slow | integration-slow | upstream-slow | ray-slow
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$PROJECT"
@@ -18,6 +19,16 @@ group() {
     printf 'test: %-22s %-12s %4d s   %s\n' "$name" "$result" $((SECONDS - start)) \
         "$(grep -E '^=+ .*(passed|failed|error|no tests).*=+$|^[0-9]+ (passed|failed)' "$log" | tail -n 1 | tr -d '=')"
     [ "$result" = passed ] || { echo "$name" >>"$failed"; tail -n 80 "$log"; }
+}
+
+# Groups, long ones first.
+two_at_a_time() {
+    local part
+    for part in "$@"; do
+        [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
+        "$part" &
+    done
+    wait
 }
 
 # pytest on Arm, against the installed wheel; the sources come behind it.
@@ -90,18 +101,23 @@ upstream_attention() {
     upstream_shim
     group upstream-attention 900 bash -c 'on_upstream normal tests/kernels/attention/test_cpu_attn.py'
 }
-# What takes minutes beyond the normal suite.
+# What takes minutes beyond the normal suite. Checkpoints with real weights, speech and Ray are fetched first.
 slow() {
     upstream_shim
-    group upstream-slow 3600 bash -c 'on_upstream whole'
-    # Checkpoints with real weights, speech, Ray.
-    group slow-data 1800 scripts/slow_data.sh
-    MARKED=slow group slow-ray 2400 bash -c 'on_arm neoverse-v2 PYTHONPATH=$INSIDE/build/site:$INSIDE:$INSIDE/build/ray-site \
-        tests/integration/test_ray.py'
-    MARKED=slow group slow 5400 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration \
+    slow_data
+    two_at_a_time e2e_slow integration_slow upstream_slow ray_slow
+}
+slow_data() { group slow-data 1800 scripts/slow_data.sh; }
+# A server for each kind of quantized checkpoint; servers that lose a process; the soak.
+e2e_slow() { MARKED=slow group e2e-slow 9000 bash -c 'on_arm neoverse-v2 tests/e2e'; }
+integration_slow() {
+    MARKED=slow group integration-slow 7200 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration \
         --ignore=tests/integration/test_ray.py'
-    # A server for each kind of quantized checkpoint; the soak.
-    MARKED=slow group e2e-slow 12600 bash -c 'on_arm neoverse-v2 tests/e2e'
+}
+upstream_slow() { group upstream-slow 3600 bash -c 'on_upstream whole'; }
+ray_slow() {
+    MARKED=slow group ray-slow 2400 bash -c 'on_arm neoverse-v2 PYTHONPATH=$INSIDE/build/site:$INSIDE:$INSIDE/build/ray-site \
+        tests/integration/test_ray.py'
 }
 soak() { MARKED=slow group soak 1800 bash -c 'on_arm neoverse-v2 tests/e2e/test_soak.py'; }
 # vLLM's ops want a symbol of OpenBLAS that the torch on PyPI does not have; with
@@ -128,21 +144,21 @@ e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
 unit | emulation | e2e | upstream | slow | soak) "$1" ;;
+e2e-slow | integration-slow | upstream-slow | ray-slow)
+    upstream_shim
+    slow_data
+    "${1/-/_}"
+    ;;
 numa) numa 2250 two four ;;
 kernels) kernels_v2; kernels_n1 ;;
 integration) integration_rest; integration_quantized; integration_models; integration_ranks; integration_n1 ;;
 fast) unit; kernels_v2; kernels_n1 ;;
 all)
     upstream_shim
-    # Two at a time, long ones first.
-    for part in e2e integration_rest integration_quantized integration_models integration_ranks kernels_v2 kernels_n1 \
-        integration_n1 emulation upstream_attention numa_two unit; do
-        [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
-        "$part" &
-    done
-    wait
+    two_at_a_time e2e integration_rest integration_quantized integration_models integration_ranks kernels_v2 kernels_n1 \
+        integration_n1 emulation upstream_attention numa_two unit
     ;;
-*) fail "unknown group $1" "one of all, fast, unit, emulation, kernels, integration, e2e, numa, upstream, slow, soak" ;;
+*) fail "unknown group $1" "see the head of $0" ;;
 esac
 # The counts of all groups together, for those who read the last line only.
 count() { cat "$BUILD"/test-*.log | grep -oE "^=+ .*=+$|^[0-9]+ (passed|failed|skipped).*" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'; }
