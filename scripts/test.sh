@@ -41,13 +41,21 @@ on_arm() {
 }
 # vLLM's own tests of a suite (normal, whole) on Arm, all or those in FILE...; tests/upstream says which and how.
 on_upstream() {
-    local suite=$1 cpu=() folder
+    local suite=$1 cpu=() python=(--python "$VENV/bin/python3") folder
     shift
-    [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu neoverse-v2)
+    if [ "$HOST_ARCH" != aarch64 ]; then
+        cpu=(--cpu neoverse-v2)
+        python=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
+    fi
+    if [ ! -e "$BUILD/upstream-site" ]; then
+        "$TOOLS/bin/uv" pip install -q "${python[@]}" --only-binary :all: --no-deps --require-hashes \
+            --target "$BUILD/upstream-site.new" -r requirements/upstream-tests.lock || return
+        mv "$BUILD/upstream-site.new" "$BUILD/upstream-site"
+    fi
     folder=$("$TOOLS/bin/python" scripts/fetch_vllm_tests.py "$VENV" "$BUILD") || return
     "$TOOLS/bin/python" tests/upstream/hub.py "$BUILD/vllm-tests-hub"
     # `tests` is vLLM's package here: ours is not on the path.
-    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE/tests/upstream" LD_PRELOAD="$INSIDE/build/upstream-shim.so" \
+    scripts/arm.sh "${cpu[@]}" env PYTHONPATH="$INSIDE/build/site:$INSIDE/tests/upstream:$INSIDE/build/upstream-site" LD_PRELOAD="$INSIDE/build/upstream-shim.so" \
         HF_HOME="$INSIDE/build/vllm-tests-hub" VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VAC_LINEAR=vac \
         python3 -m pytest -p no:cacheprovider -p vac_upstream -c "$INSIDE/tests/upstream/pytest.ini" \
         --rootdir "$INSIDE/build/${folder##*/}" --confcutdir "$INSIDE/build/${folder##*/}" --suite "$suite" \
@@ -57,7 +65,7 @@ export -f on_arm on_upstream fail
 # Where arm.sh shows the clone.
 INSIDE=/src
 [ "$HOST_ARCH" != aarch64 ] || INSIDE=$PROJECT
-export HOST_ARCH INSIDE TOOLS VENV BUILD
+export HOST_ARCH INSIDE TOOLS VENV BUILD GUEST_PYTHON
 # A vLLM from source has no compiled ops to run beside.
 [ "$VLLM_FROM" = wheel ] && UPSTREAM_OPS=1 || UPSTREAM_OPS=0
 export UPSTREAM_OPS

@@ -439,6 +439,11 @@ def test_every_replaced_name_is_checked(patch: str) -> None:
     assert {name for name in replaced | tables if name not in test} == set()
 
 
+def test_every_patch_is_documented() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "maintaining.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == PATCHES
+
+
 def test_every_test_has_a_patch() -> None:
     tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert {name for name in tests if not name.startswith("every_")} == set(PATCHES)

@@ -11,17 +11,39 @@ import fnmatch
 import os
 import re
 import tomllib
+import weakref
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vac_cpu_attention
+import vac_cpu_linear
+import vac_cpu_sampling
 
 WHITELIST = tomllib.loads(Path(__file__).with_name("whitelist.toml").read_text())
-RUN = {entry["file"]: entry for entry in WHITELIST["run"]}
 EMULATED = "VAC_EMULATED_CPU" in os.environ
 _left_out: collections.Counter[str] = collections.Counter()
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version such as ``"0.33.0+empty"``."""
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2])
+
+
+def of_this_version(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are about the vLLM that is installed."""
+    here = release(metadata.version("vllm"))
+    return [
+        entry
+        for entry in entries
+        if release(entry.get("since", "0.0")) <= here and ("before" not in entry or here < release(entry["before"]))
+    ]
+
+
+RUN = {entry["file"]: entry for entry in of_this_version(WHITELIST["run"])}
+LEFT_OUT = [pattern for entry in of_this_version(WHITELIST["left_out"]) for pattern in entry["files"]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The platform under test must be ours: no test would notice another one."""
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     from vllm_arm_cpu import compat, layers
@@ -44,7 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # What the worker does before it builds a model: layers and samplers that tests make are ours.
     layers.register()
     compat.apply()
-    vac_cpu_attention.install()
+    current_platform.register_triton_kernel_overrides()
+    # What a model class can do is asked in a process of its own, for the sake of GPUs: a minute under emulation.
+    registry._run_in_subprocess = lambda function: function()
+    for operators in (vac_cpu_attention, vac_cpu_linear, vac_cpu_sampling):
+        operators.install()
     check_complete(config.rootpath)
     if config.args_source != pytest.Config.ArgsSource.ARGS:
         config.args = [str(config.rootpath / file) for file in RUN]
@@ -55,20 +82,25 @@ def check_complete(root: Path) -> None:
     files = {
         str(path.relative_to(root)) for folder in WHITELIST["folders"] for path in (root / folder).rglob("test_*.py")
     } | {file for file in RUN if (root / file).exists()}
-    version = metadata.version("vllm")
-    entries = [entry for entry in WHITELIST["left_out"] if release(version) >= release(entry.get("since", "0"))]
-    patterns = [pattern for entry in entries for pattern in entry["files"]]
-    missing = sorted(file for file in files - set(RUN) if not any(fnmatch.fnmatch(file, p) for p in patterns))
-    stale = sorted({*RUN} - files) + [pattern for pattern in patterns if not fnmatch.filter(files, pattern)]
+    missing = sorted(file for file in files - set(RUN) if not any(fnmatch.fnmatch(file, p) for p in LEFT_OUT))
+    stale = sorted({*RUN} - files) + [pattern for pattern in LEFT_OUT if not fnmatch.filter(files, pattern)]
     if missing or stale:
         raise pytest.UsageError(
             f"whitelist.toml does not say what becomes of {missing}, and names what vLLM no longer has: {stale}"
         )
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version such as ``"0.33.0+empty"``."""
-    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2])
+def left_out(entry: dict[str, Any], matches: Callable[[str], bool]) -> str | None:
+    """Why a pattern of `left_out` takes a case out on this machine, or None."""
+    if not matches(entry["cases"]):
+        return None
+    if entry.get("emulated", False) and not EMULATED:
+        return None
+    cores = entry.get("cores", 0)
+    if cores and len(os.sched_getaffinity(0)) >= cores:
+        return None
+    reason = entry["reason"]
+    return f"{reason}: {cores} cores and more" if cores else reason
 
 
 def case_of(item: pytest.Item) -> tuple[str, str]:
@@ -84,7 +116,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         (file, pattern): 0
         for file, entry in RUN.items()
         for pattern in (
-            *(left_out["cases"] for left_out in entry.get("left_out", ())),
+            *(out["cases"] for out in of_this_version(entry.get("left_out", []))),
             *entry.get("normal", ()),
             *entry.get("emulated", ()),
             *entry.get("unskip", ()),
@@ -103,10 +135,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             raise pytest.UsageError(f"{file} is not in whitelist.toml")
         files.add(file)
         entry = RUN[file]
-        reasons = [left_out["reason"] for left_out in entry.get("left_out", ()) if matches(left_out["cases"])]
+        reasons = [reason for out in of_this_version(entry.get("left_out", [])) if (reason := left_out(out, matches))]
         normal = "normal" not in entry or any([matches(pattern) for pattern in entry["normal"]])
         emulated = "emulated" not in entry or any([matches(pattern) for pattern in entry["emulated"]])
-        # No test makes an engine, and collecting its garbage takes a second and more under emulation.
+        # It takes a second under emulation, and ends the engines of fixtures of a module, which are in this process.
         item.add_marker("skip_global_cleanup")
         if any([matches(pattern) for pattern in entry.get("unskip", ())]):
             item.own_markers = [marker for marker in item.own_markers if marker.name != "skipif"]
@@ -140,3 +172,37 @@ def _forget_caches() -> Any:
     """Caches of a test go with it."""
     yield
     vac_cpu_attention.forget()
+
+
+_engines: list[weakref.ref[Any]] = []
+"""Those that the test that runs has made, not its fixtures."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """End a test's engines with it, also where the traceback of a failure keeps them.
+
+    vLLM's tests leave that to the process that an engine has there. Here it is this one, and
+    an engine that is collected later takes the process groups of the next one with it.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    original = LLMEngine.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _engines.append(weakref.ref(self))
+        original(self, *args, **kwargs)
+
+    LLMEngine.__init__ = init
+    try:
+        return (yield)
+    finally:
+        LLMEngine.__init__ = original
+        if _engines:
+            for reference in _engines:
+                engine = reference()
+                if engine is not None and hasattr(engine, "engine_core"):
+                    engine.engine_core.shutdown()
+            _engines.clear()
+            cleanup_dist_env_and_memory()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_arm_cpu import envs
 from vllm_arm_cpu.layers import linear_candidates as candidates
@@ -60,6 +61,9 @@ def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
         assert upstream_dispatch is not None
         if weight.is_meta or upstream_ops_available():
             upstream_dispatch(layer, remove_weight)
+    elif _multiplies_itself(layer):
+        # By the weight as it is. Its own apply may call vLLM's.
+        layer.cpu_linear = torch.nn.functional.linear
     elif "cpu_linear" in layer.__dict__:
         _load_again(layer)
     elif remove_weight:
@@ -69,6 +73,12 @@ def prepare_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = PackOnFirstUse(layer)
         if any(map(_is_head, sharing)):
             _assign_shared(layer)
+
+
+def _multiplies_itself(layer: torch.nn.Module) -> bool:
+    """Whether the layer's method is another package's, derived from vLLM's for unquantized layers."""
+    method = getattr(layer, "quant_method", None)
+    return isinstance(method, UnquantizedLinearMethod) and type(method).apply is not UnquantizedLinearMethod.apply
 
 
 def share_weight(layer: torch.nn.Module) -> list[torch.nn.Module]:
