@@ -14,6 +14,11 @@ VAC_DEFINE_KERNEL(fill_masked)
 VAC_DEFINE_KERNEL(penalties)
 VAC_DEFINE_KERNEL(log_softmax_rows)
 VAC_DEFINE_KERNEL(top_logprobs)
+VAC_DEFINE_KERNEL(softmax_stats_partial)
+VAC_DEFINE_KERNEL(softmax_stats_merge)
+VAC_DEFINE_KERNEL(rejection_sample)
+VAC_DEFINE_KERNEL(recovered_tokens_partial)
+VAC_DEFINE_KERNEL(recovered_tokens_merge)
 
 extern "C" {
 
@@ -35,6 +40,14 @@ VAC_EXPORT size_t vac_top_logprobs_workspace_size(int64_t vocab_size, int64_t nu
 
 VAC_EXPORT size_t vac_penalties_workspace_size(int64_t max_tokens, int64_t num_workspaces) {
     return static_cast<size_t>(num_workspaces * vac::penalties_workspace_bytes(max_tokens));
+}
+
+VAC_EXPORT size_t vac_softmax_stats_workspace_size(int64_t num_rows, int64_t vocab_size) {
+    return static_cast<size_t>(num_rows * vac::pieces_of(vocab_size)) * sizeof(vac_softmax_stat);
+}
+
+VAC_EXPORT size_t vac_recovered_tokens_workspace_size(int64_t num_reqs, int64_t vocab_size) {
+    return static_cast<size_t>(num_reqs * vac::pieces_of(vocab_size)) * sizeof(vac::Best);
 }
 
 }  // extern "C"

@@ -87,7 +87,7 @@ def test_linear_dispatch() -> None:
 
 def test_sampler_ops() -> None:
     """Both methods call an operator of ``vllm._C`` on every CPU platform."""
-    from vllm_arm_cpu.sampling import sampler
+    from vllm_arm_cpu.sampling import rejection, sampler
 
     upstream = Source("v1/sample/sampler.py")
     greedy = upstream.function("Sampler.greedy_sample")
@@ -126,6 +126,25 @@ def test_sampler_ops() -> None:
     assert "_convert_to_tensors(output_token_ids, vocab_size" in penalties.function("apply_all_penalties")
     for module in ("v1/sample/sampler.py", "v1/sample/rejection_sampler.py"):
         assert "apply_all_penalties" in Source(module).imports()
+
+    # Looked up in their module, by vLLM's class for it.
+    drafts = Source("v1/sample/rejection_sampler.py")
+    forward = drafts.function("RejectionSampler.forward")
+    assert "target_logits = apply_sampling_constraints(target_logits, metadata.cu_num_draft_tokens," in forward
+    assert "output_token_ids = rejection_sample(metadata.draft_token_ids, metadata.num_draft_tokens," in forward
+    constraints = drafts.parameters("apply_sampling_constraints")
+    assert constraints == own_parameters(rejection.apply_sampling_constraints)
+    *own, others = own_parameters(rejection.rejection_sample)
+    parameters = drafts.parameters("rejection_sample")
+    assert (parameters[: len(own)], others) == (own, "others")
+    assert set(parameters[len(own) :]) in (set(), rejection.FLY)
+    # Each is torch on whole distributions, whatever the platform.
+    assert "return apply_top_k_top_p(logits, top_k, top_p)" in drafts.function("apply_sampling_constraints")
+    assert "target_logits.softmax(dim=-1, dtype=torch.float32)" in drafts.function("rejection_sample")
+    assert "current_platform" not in drafts.text
+    # What is drawn from a request's generator, and only for drafts.
+    assert "uniform_(generator=generator)" in drafts.function("generate_uniform_probs")
+    assert "if num_draft_tokens[i] > 0:" in drafts.function("sample_recovered_tokens")
 
 
 def test_gloo_device() -> None:

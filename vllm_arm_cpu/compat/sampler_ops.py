@@ -1,4 +1,4 @@
-"""Greedy and random sampling, min-p, penalties and logprobs on our kernels.
+"""Greedy, random and rejection sampling, min-p, penalties and logprobs on our kernels.
 
 Replaces ``Sampler.greedy_sample`` and ``TopKTopPSampler.forward_cpu``: both
 call ``torch.ops._C`` on any CPU platform, without a hook, and fail where
@@ -9,6 +9,11 @@ of allowed tokens in ``Sampler.apply_logits_processors``, ``compute_logprobs``
 and ``gather_logprobs``, and ``apply_all_penalties`` where the two samplers know
 it: torch operations on the whole vocabulary, millions of instructions for each
 token. Can go once vLLM lets a platform bring its own.
+
+Replaces ``rejection_sample`` and ``apply_sampling_constraints``, which
+``RejectionSampler.forward`` looks up in their module, for the same reason: they sort,
+exponentiate and fill with noise a row of the vocabulary for every drafted token, and go
+through Triton kernels, for which a CPU has only ``vllm._C``. Can go with the others.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_arm_cpu.sampling import sampler
+from vllm_arm_cpu.sampling import rejection, sampler
 
 
 def apply() -> None:
@@ -33,3 +38,5 @@ def apply() -> None:
     Sampler.gather_logprobs = staticmethod(sampler.gather_logprobs)
     upstream.apply_all_penalties = sampler.apply_all_penalties
     rejection_sampler.apply_all_penalties = sampler.apply_all_penalties
+    rejection_sampler.rejection_sample = rejection.rejection_sample
+    rejection_sampler.apply_sampling_constraints = rejection.apply_sampling_constraints

@@ -1,13 +1,16 @@
-"""Speculative decoding: tensor operations in the place of vLLM's Triton kernels.
+"""Speculative decoding: native and tensor operations in the place of vLLM's Triton kernels.
 
 vLLM has the hook (``register_triton_kernel_overrides``), and its CPU platform
 maps these kernels to ``vllm._C``, through functions whose names are here. Where
 that is loaded they are replaced, too: with vLLM 0.32's operators an EAGLE
-head's drafts were never accepted in random sampling, and seeds had no effect.
-Can go once vLLM has an implementation that needs no compiled operators and
-passes ``test_features.py``. What each computes
+head's drafts were never accepted in random sampling, seeds had no effect, and
+synthetic acceptance is refused. Can go once vLLM has an implementation that needs
+no compiled operators and passes ``test_features.py``. What each computes
 is said by the Triton kernel of its name in ``vllm/v1/sample/rejection_sampler.py``
 and ``vllm/v1/spec_decode/utils.py``; unnamed arguments are of no use here.
+
+An engine's own rejection sampling goes another way (``sampler_ops``); the kernels of it
+that are here serve what calls them directly, noise in FP64 among it.
 """
 
 from __future__ import annotations
@@ -17,11 +20,7 @@ from typing import Any
 import torch
 from vllm.utils import cpu_triton_utils
 
-
-def _starts(ends: torch.Tensor) -> list[tuple[int, int]]:
-    """First and last + 1 of each request's tokens, from their cumulative counts."""
-    last = ends.tolist()
-    return list(zip([0, *last[:-1]], last, strict=True))
+from vllm_arm_cpu.sampling import rejection
 
 
 def rejection_greedy_sample(
@@ -32,24 +31,21 @@ def rejection_greedy_sample(
     bonus_token_ids: torch.Tensor,
     is_greedy: torch.Tensor | None,
     max_spec_len: int,
-    uniform_probs: Any = None,
-    synthetic_conditional_rates: Any = None,
+    uniform_probs: torch.Tensor | None = None,
+    synthetic_conditional_rates: torch.Tensor | None = None,
     SYNTHETIC_MODE: bool = False,
 ) -> None:
-    """The target's tokens as far as the drafts are the same, and one more; output [requests, max_spec_len + 1]."""
-    if SYNTHETIC_MODE:
-        raise NotImplementedError("synthetic acceptance rates are not supported on Arm CPUs")
-    for request, (begin, end) in enumerate(_starts(cu_num_draft_tokens)):
-        if is_greedy is not None and not is_greedy[request]:
-            continue
-        target = target_argmax[begin:end].to(output_token_ids.dtype)
-        wrong = (draft_token_ids[begin:end] != target).nonzero()
-        if len(wrong):
-            count = int(wrong[0]) + 1
-            output_token_ids[request, :count] = target[:count]
-        else:
-            output_token_ids[request, : end - begin] = target
-            output_token_ids[request, end - begin] = bonus_token_ids.view(-1)[request]
+    """The target's tokens as far as the drafts are the same, and one more; output int32 [requests, drafts + 1]."""
+    rejection.walk_greedy(
+        output_token_ids,
+        cu_num_draft_tokens,
+        draft_token_ids,
+        target_argmax,
+        bonus_token_ids,
+        is_greedy,
+        uniform_probs,
+        synthetic_conditional_rates if SYNTHETIC_MODE else None,
+    )
 
 
 def rejection_random_sample(
@@ -64,29 +60,23 @@ def rejection_random_sample(
     is_greedy: torch.Tensor,
     max_spec_len: int,
     vocab_size: int,
-    synthetic_conditional_rates: Any = None,
+    synthetic_conditional_rates: torch.Tensor | None = None,
     NO_DRAFT_PROBS: bool = False,
     SYNTHETIC_MODE: bool = False,
 ) -> None:
-    """Drafts as far as they are accepted (Leviathan et al., 2023), then a recovered token or one more."""
-    if SYNTHETIC_MODE:
-        raise NotImplementedError("synthetic acceptance rates are not supported on Arm CPUs")
-    drafts = draft_token_ids.to(torch.int64)
-    known = drafts.clamp(min=0).unsqueeze(1)
-    target = target_probs.gather(1, known).squeeze(1)
-    if NO_DRAFT_PROBS or draft_probs is None:
-        draft = torch.ones_like(target)
-    else:
-        draft = draft_probs.gather(1, known).squeeze(1)
-    accepted = (drafts >= 0) & (draft > 0) & (target / draft >= uniform_probs)
-    for request, (begin, end) in enumerate(_starts(cu_num_draft_tokens)):
-        if is_greedy[request]:
-            continue
-        row = output_token_ids[request]
-        wrong = (~accepted[begin:end]).nonzero()
-        count = int(wrong[0]) if len(wrong) else end - begin
-        row[:count] = draft_token_ids[begin : begin + count].to(row.dtype)
-        row[count] = recovered_token_ids[begin + count] if len(wrong) else bonus_token_ids.view(-1)[request]
+    """Drafts as far as they are accepted, then a recovered token or one more; output int32 [requests, drafts + 1]."""
+    rejection.walk_random(
+        output_token_ids,
+        cu_num_draft_tokens,
+        draft_token_ids,
+        None if NO_DRAFT_PROBS else draft_probs,
+        target_probs,
+        bonus_token_ids,
+        recovered_token_ids,
+        uniform_probs,
+        is_greedy,
+        synthetic_conditional_rates if SYNTHETIC_MODE else None,
+    )
 
 
 def expand(
@@ -120,7 +110,10 @@ def sample_recovered_tokens(
     counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
     request = torch.arange(len(counts)).repeat_interleave(counts)
     if NO_DRAFT_PROBS or draft_probs is None:
-        rest = target_probs.scatter(1, draft_token_ids.to(torch.int64).clamp(min=0).unsqueeze(1), 0.0)
+        # Padding (-1) takes nothing out.
+        drafts = draft_token_ids.to(torch.int64).unsqueeze(1)
+        kept = torch.where(drafts < 0, target_probs[:, :1], 0.0)
+        rest = target_probs.scatter(1, drafts.clamp(min=0), kept)
     else:
         rest = (target_probs - draft_probs).clamp(min=0.0)
     chosen = (rest * inv_q[request]).argmax(dim=1)
@@ -215,27 +208,35 @@ def copy_and_expand_eagle_inputs(
     BLOCK_SIZE_REQS: Any = None,
 ) -> None:
     """A drafter's inputs: each request's valid tokens, the new one, drafts to fill in, room for what was rejected."""
-    starts, added = query_start_loc_ptr.tolist(), num_padding_slots_per_request
-    for request, last in enumerate(query_end_loc_ptr.tolist()):
-        begin, end, first = starts[request], starts[request + 1], int(shift_input_ids)
-        valid = last - begin + 1 - first
-        place = begin + request * (added - first)
-        new, rejected = place + valid, place + valid + added
-        stop = rejected + end - last - 1
-        out_input_ids_ptr[place:new] = target_token_ids_ptr[begin + first : begin + first + valid]
-        out_input_ids_ptr[new] = next_token_ids_ptr[request]
-        out_input_ids_ptr[new + 1 : rejected] = parallel_drafting_token_id
-        out_input_ids_ptr[rejected:stop] = padding_token_id
-        start = int(target_positions_ptr[begin])
-        out_positions_ptr[place:rejected] = torch.arange(start, start + valid + added)
-        out_positions_ptr[rejected:stop] = 0
-        out_is_rejected_token_mask_ptr[place:rejected] = False
-        out_is_rejected_token_mask_ptr[rejected:stop] = True
-        out_is_masked_token_mask_ptr[place:stop] = False
-        out_is_masked_token_mask_ptr[new + 1 : rejected] = True
-        out_new_token_indices_ptr[request * added : (request + 1) * added] = torch.arange(new, rejected)
-        if shift_input_ids:
-            out_hidden_state_mapping_ptr[begin:end] = torch.arange(place, place + end - begin)
+    num_reqs, added, first = len(query_end_loc_ptr), num_padding_slots_per_request, int(shift_input_ids)
+    requests = torch.arange(num_reqs)
+    starts = query_start_loc_ptr[: num_reqs + 1].to(torch.int64)
+    counts = torch.diff(starts)
+    begins = starts[:-1]
+    valid = query_end_loc_ptr - begins + 1 - first
+    # Each request's outputs lie behind those of the request before it.
+    places = begins + requests * (added - first)
+    request = requests.repeat_interleave(counts + (added - first))
+    begin = int(begins[0]) if num_reqs else 0
+    out = slice(begin, begin + len(request))
+    place = torch.arange(out.start, out.stop) - places[request]
+    past = place - valid[request]
+    is_new, is_rejected = (past >= 0) & (past < added), past >= added
+    source = (begins[request] + first + place).clamp_(max=total_input_tokens - 1)
+    ids = target_token_ids_ptr[source].to(out_input_ids_ptr.dtype)
+    ids = torch.where(past == 0, next_token_ids_ptr[request].to(ids.dtype), ids)
+    ids.masked_fill_(is_new & (past > 0), parallel_drafting_token_id)
+    out_input_ids_ptr[out] = ids.masked_fill_(is_rejected, padding_token_id)
+    positions = target_positions_ptr[begins][request] + place
+    out_positions_ptr[out] = positions.masked_fill_(is_rejected, 0).to(out_positions_ptr.dtype)
+    out_is_rejected_token_mask_ptr[out] = is_rejected
+    out_is_masked_token_mask_ptr[out] = is_new & (past > 0)
+    new = (places + valid).unsqueeze(1) + torch.arange(added)
+    out_new_token_indices_ptr[: num_reqs * added] = new.view(-1).to(out_new_token_indices_ptr.dtype)
+    if shift_input_ids:
+        inputs = torch.arange(begin, begin + int(counts.sum()))
+        mapped = inputs + requests.repeat_interleave(counts) * (added - 1)
+        out_hidden_state_mapping_ptr[begin : begin + len(inputs)] = mapped.to(out_hidden_state_mapping_ptr.dtype)
 
 
 KERNELS = {

@@ -1,12 +1,13 @@
-/* From logits to token ids: penalties, argmax, softmax, Gumbel sampling, min-p, top-k, top-p and logprobs.
+/* From logits to token ids: penalties, argmax, softmax, Gumbel sampling, min-p, top-k, top-p, logprobs and the
+ * rejection sampling of speculative decoding.
  *
  * Logits are [num_reqs, vocab_size] rows; strides are in elements, the innermost
  * dimension is contiguous, pointers need no more than 2-byte alignment. A kernel
  * given a dtype that it does not know writes nothing.
- * argmax and Gumbel sampling are two ops each, so that one row keeps all threads
- * busy: `*_partial` (with VAC_OP_BARRIER_AFTER) leaves one entry per piece of a
- * row in the workspace, `*_merge` turns the entries into token ids. Both take the
- * same args. Neither result depends on the number of threads.
+ * Argmax, Gumbel sampling and what rejection sampling does with whole rows are two ops each, so that one row keeps all
+ * threads busy: `*_partial` (with VAC_OP_BARRIER_AFTER) leaves one entry per piece of a
+ * row in the workspace, `*_merge` turns the entries into results. Both take the
+ * same args. No result depends on the number of threads.
  */
 #ifndef VAC_SAMPLING_H
 #define VAC_SAMPLING_H
@@ -183,6 +184,100 @@ typedef struct vac_top_logprobs_args {
 /* Bytes for num_workspaces rows at a time: the smaller of threads and requests. */
 size_t vac_top_logprobs_workspace_size(int64_t vocab_size, int64_t num_workspaces);
 void vac_top_logprobs(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+/* Rejection sampling of drafted tokens (Leviathan et al., "Fast Inference from Transformers via Speculative
+ * Decoding", ICML 2023): four kernels in one list, each with a barrier behind it.
+ *   softmax_stats_partial, softmax_stats_merge    what the target's probabilities follow from (not for greedy requests)
+ *   rejection_sample                              accepts drafts, names the row of the first rejected one
+ *   recovered_tokens_partial, .._merge            samples a token in its place
+ * A row belongs to a drafted token; request i has the rows cu_num_draft_tokens[i - 1] (0 for the first) to
+ * cu_num_draft_tokens[i] - 1, perhaps none. */
+
+/* Of a row: softmax(row)[i] = exp(row[i] - max) / sum. */
+typedef struct vac_softmax_stat {
+    float max;
+    float sum; /* of exp(row[i] - max); NaN if the row has a NaN or +inf, or nothing but -inf */
+} vac_softmax_stat;
+
+/* The statistics of rows, and on request their argmax. Sums are taken in FP32 over 2048 logits and in double over
+ * these (relative error below 2^-19). */
+typedef struct vac_softmax_stats_args {
+    vac_softmax_stat *out; /* [num_rows], written by merge */
+    int64_t *argmax;       /* [num_rows], written by merge as vac_argmax does; NULL: not wanted */
+    const float *logits;   /* [num_rows, vocab_size], read by both ops */
+    void *workspace;       /* vac_softmax_stats_workspace_size() bytes, 4-byte aligned */
+    int64_t num_rows;
+    int64_t vocab_size; /* at least 1 */
+    int64_t row_stride;
+} vac_softmax_stats_args;
+
+size_t vac_softmax_stats_workspace_size(int64_t num_rows, int64_t vocab_size);
+void vac_softmax_stats_partial(const void *args, uint32_t thread_index, uint32_t thread_count);
+void vac_softmax_stats_merge(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+/* Walks through each request's drafts up to the first that is rejected, and writes the tokens that are known then:
+ * the accepted drafts and, behind them, the request's bonus token if all were accepted. The rest of `out` is left
+ * as it is.
+ *   greedy request    a draft is accepted if it is the target's argmax, which takes the first rejected one's place
+ *   random request    a draft is accepted if p / q >= uniform, where p and q are its probabilities of the target and of
+ *                     the draft model (q = 1 without draft_probs); never where p is 0 or NaN, or q is not above 0
+ *   synthetic_rates   whichever the request, a draft is accepted if uniform < synthetic_rates[its place in the request]
+ * A random request's, or with synthetic_rates any, draft outside [0, vocab_size) is rejected: -1 is vLLM's padding.
+ * A random request whose draft was rejected gets its token from recovered_token_ids, or is left for
+ * vac_recovered_tokens. Looks at no more than one element of a row. Split over requests. */
+typedef struct vac_rejection_sample_args {
+    int32_t *out;      /* [num_reqs, drafts of a request + 1], rows out_row_stride apart, written */
+    int32_t *rejected; /* [num_reqs], written: the row of a random request's rejected draft, or -1 (also
+                        * for greedy requests); NULL: not wanted */
+    const int32_t *cu_num_draft_tokens; /* [num_reqs], read: drafts of this request and of all before it */
+    const int32_t *draft_token_ids;     /* [rows], read */
+    const int32_t *bonus_token_ids;     /* [num_reqs], read */
+    const int64_t *target_argmax;       /* [rows], read; NULL: greedy requests are left out, `out` included */
+    const uint8_t *is_greedy;           /* [num_reqs], read: not 0 for a greedy request; NULL: all are */
+    const float *target;           /* [rows, vocab_size], read: logits, or without stats probabilities; NULL: random
+                                    * requests are left out, `out` included */
+    const vac_softmax_stat *stats; /* [rows], read: of target; NULL: target has probabilities */
+    const float *draft_probs;      /* [rows, vocab_size], read; NULL: 1 for each draft */
+    const double *uniform;         /* [rows], read: in [0, 1); NULL if all are greedy, without synthetic_rates */
+    const float *synthetic_rates;  /* [most drafts of a request], read; NULL: off */
+    const int32_t *recovered_token_ids; /* [rows], read: tokens in the place of rejected drafts; NULL: left out */
+    int64_t num_reqs;
+    int64_t vocab_size; /* below 2^31 */
+    int64_t out_row_stride;
+    int64_t target_row_stride;
+    int64_t draft_row_stride;
+} vac_rejection_sample_args;
+
+void vac_rejection_sample(const void *args, uint32_t thread_index, uint32_t thread_count);
+
+/* For each rejected draft a token from what the target has more of than the draft model, max(p - q, 0) made a
+ * distribution; without draft_probs from the target's distribution without the drafted token. Sampled as
+ * vac_gumbel_argmax does from the logarithms of these weights (without draft_probs: from the logits), with offset 0.
+ * Neither probabilities nor weights are stored: p <= exp(logit - max) / sum rules most tokens out by their logits, and
+ * only the few groups of tokens that noise may lift above the best take exponentials and logarithms. Where no token is
+ * left (p and q differ by less than their rounding, or the row has no probabilities) it is the row's argmax, which
+ * the target at least allows. Without draft_probs a NaN or +inf that is not the draft's wins as in vac_gumbel_argmax.
+ */
+typedef struct vac_recovered_tokens_args {
+    int32_t *out;                       /* as vac_rejection_sample's; merge writes the rejected drafts' entries */
+    const int32_t *rejected;            /* [num_reqs], read: a row, or -1 for nothing to do */
+    const int32_t *cu_num_draft_tokens; /* [num_reqs], read */
+    const int32_t *draft_token_ids; /* [rows], read without draft_probs; outside the vocabulary: nothing taken out */
+    const float *logits;            /* [rows, vocab_size], read */
+    const vac_softmax_stat *stats;  /* [rows], read with draft_probs */
+    const float *draft_probs;       /* [rows, vocab_size], read; NULL: none */
+    const uint64_t *seed;           /* [num_reqs], read: fresh for each step */
+    void *workspace;                /* vac_recovered_tokens_workspace_size() bytes, 8-byte aligned */
+    int64_t num_reqs;
+    int64_t vocab_size; /* at least 1, below 2^31 */
+    int64_t out_row_stride;
+    int64_t logits_row_stride;
+    int64_t draft_row_stride;
+} vac_recovered_tokens_args;
+
+size_t vac_recovered_tokens_workspace_size(int64_t num_reqs, int64_t vocab_size);
+void vac_recovered_tokens_partial(const void *args, uint32_t thread_index, uint32_t thread_count);
+void vac_recovered_tokens_merge(const void *args, uint32_t thread_index, uint32_t thread_count);
 
 #ifdef __cplusplus
 }

@@ -130,6 +130,48 @@ def gumbel_argmax_1x151936() -> Case:
     return _call(["gumbel_argmax_partial", "gumbel_argmax_merge"], args, keep, logits.nbytes)
 
 
+def softmax_stats_3x128256() -> Case:
+    """What three drafts of one request are accepted by."""
+    logits, out = np.tile(_logits(128256), (3, 1)), np.zeros((3, 2), np.float32)
+    workspace = np.zeros(lib.vac_softmax_stats_workspace_size(*logits.shape), np.uint8)
+    args = ffi.new("vac_softmax_stats_args *")
+    args.out, args.logits = _pointer(out, "vac_softmax_stat *"), _pointer(logits, "float *")
+    args.workspace, args.num_rows, args.vocab_size = _pointer(workspace), *logits.shape
+    args.row_stride = args.vocab_size
+    return _call(["softmax_stats_partial", "softmax_stats_merge"], args, [logits, out, workspace], logits.nbytes)
+
+
+def _recovered(with_draft_probs: bool) -> Case:
+    """A token in the place of one rejected draft."""
+    logits, out = _logits(128256), np.zeros(1, np.int32)
+    weights = np.exp(logits.astype(np.float64))
+    stats = np.array([logits.max(), weights.sum() / weights.max()], np.float32)
+    draft = np.exp(logits + np.random.default_rng(1).standard_normal(logits.size) * 0.5)
+    draft_probs = (draft / draft.sum()).astype(np.float32)
+    rejected, ends, ids = np.array([0], np.int32), np.array([1], np.int32), np.array([7], np.int32)
+    seed = np.array([1], np.uint64)
+    workspace = np.zeros(lib.vac_recovered_tokens_workspace_size(1, logits.size), np.uint8)
+    args = ffi.new("vac_recovered_tokens_args *")
+    args.out, args.rejected = _pointer(out, "int32_t *"), _pointer(rejected, "int32_t *")
+    args.cu_num_draft_tokens, args.draft_token_ids = _pointer(ends, "int32_t *"), _pointer(ids, "int32_t *")
+    args.logits, args.stats = _pointer(logits, "float *"), _pointer(stats, "vac_softmax_stat *")
+    if with_draft_probs:
+        args.draft_probs = _pointer(draft_probs, "float *")
+    args.seed, args.workspace = _pointer(seed, "uint64_t *"), _pointer(workspace)
+    args.num_reqs, args.vocab_size, args.out_row_stride = 1, logits.size, 1
+    keep = [logits, out, stats, draft_probs, rejected, ends, ids, seed, workspace]
+    num_bytes = logits.nbytes * (2 if with_draft_probs else 1)
+    return _call(["recovered_tokens_partial", "recovered_tokens_merge"], args, keep, num_bytes)
+
+
+def recovered_1x128256() -> Case:
+    return _recovered(False)
+
+
+def recovered_draft_1x128256() -> Case:
+    return _recovered(True)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "rms_norm_1x4096": rms_norm_1x4096,
     "fused_add_rms_norm_1x4096": fused_add_rms_norm_1x4096,
@@ -140,4 +182,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "topk20_topp95_1x151936": topk20_topp95_1x151936,
     "topp95_1x151936": topp95_1x151936,
     "gumbel_argmax_1x151936": gumbel_argmax_1x151936,
+    "softmax_stats_3x128256": softmax_stats_3x128256,
+    "recovered_1x128256": recovered_1x128256,
+    "recovered_draft_1x128256": recovered_draft_1x128256,
 }
