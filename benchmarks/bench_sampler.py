@@ -1,8 +1,8 @@
-"""Count the instructions of one token's sampling in vLLM's sampler, with our kernels and without, and print one table.
+"""Count the instructions of sampling in vLLM's samplers, with our kernels and without, and print a table of each kind.
 
     bench_sampler.py --root ROOT --site SITE --packages PACKAGES --output FILE [--no-peer]
 
-The output is a JSON object: case -> {"ours": instructions, "upstream": instructions}.
+The output is a JSON object: kind -> case -> {"ours": instructions, "upstream": instructions}.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import armcost  # noqa: E402
 from bench_cost import QEMU_CPU, build_shim  # noqa: E402
 
 
-def measure(side: str, root: str, environ: dict[str, str]) -> dict[str, int]:
-    """Case -> instructions of one side."""
+def measure(side: str, root: str, environ: dict[str, str]) -> dict[tuple[str, str], int]:
+    """(kind, case) -> instructions of one side."""
     with tempfile.TemporaryDirectory() as home:
         settings = {"QEMU_CPU": QEMU_CPU, "HOME": home, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VAC_")}
@@ -33,14 +33,14 @@ def measure(side: str, root: str, environ: dict[str, str]) -> dict[str, int]:
     assert len(lines) == len(regions), f"{len(lines)} results of {len(regions)} regions"
     assert all(line["repeatable"] for line in lines), lines
     return {
-        line["case"]: sum(count * len(ops) for count, _, ops in region)
+        (line["kind"], line["case"]): sum(count * len(ops) for count, _, ops in region)
         for line, region in zip(lines, regions, strict=True)
     }
 
 
-def table(results: dict[str, dict[str, int]]) -> str:
+def table(kind: str, results: dict[str, dict[str, int]]) -> str:
     """As the documents have it."""
-    lines = ["| one token of 151,936 | thousand instructions | upstream |  |", "|---|---|---|---|"]
+    lines = [f"| {kind} | thousand instructions | upstream |  |", "|---|---|---|---|"]
     for name, sides in results.items():
         cells = [name, f"**{sides['ours'] / 1e3:,.0f}**"]
         if "upstream" in sides:
@@ -73,10 +73,12 @@ def main() -> None:
         if not args.no_peer:
             runs["upstream"] = pool.submit(measure, "upstream", args.root, peer)
         sides = {side: run.result() for side, run in runs.items()}
-    results = {case: {side: counts[case] for side, counts in sides.items()} for case in sides["ours"]}
+    results: dict[str, dict[str, dict[str, int]]] = {}
+    for kind, case in sides["ours"]:
+        results.setdefault(kind, {})[case] = {side: counts[kind, case] for side, counts in sides.items()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    print("\n\n".join(table(kind, cases) for kind, cases in results.items()))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     run_sampler.py ours | upstream
 
-The sampler object is vLLM's own, with our patches or without; what it is given
-is what the model runner gives it for one request. Prints a JSON line per region,
-and whether the same seed gave the same token each time.
+The sampler objects are vLLM's own, with our patches or without; what they are given
+is what the model runner gives them: for one request, or for some with drafted tokens. Prints a
+JSON line per region, and whether the same seed gave the same tokens each time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,73 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy, allowed ids": {"temperature": 0, "allowed_token_ids": list(range(0, VOCAB, 3))},
     "greedy, 5 logprobs": {"temperature": 0, "logprobs": 5},
 }
+
+DRAFT_VOCAB, NUM_DRAFTS = 128256, 3
+NUCLEUS = {"temperature": 0.8, "top_p": 0.9}
+DRAFTED: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "greedy, 1 request": (1, False, {"temperature": 0}),
+    "greedy, 8 requests": (8, False, {"temperature": 0}),
+    "temperature, 1 request": (1, False, {"temperature": 0.8}),
+    "top-p 0.9, 1 request": (1, False, NUCLEUS),
+    "top-p 0.9, 8 requests": (8, False, NUCLEUS),
+    "top-p 0.9, draft model's probabilities, 1 request": (1, True, NUCLEUS),
+    "top-p 0.9, draft model's probabilities, 8 requests": (8, True, NUCLEUS),
+}
+"""Requests, whether drafts were sampled, and parameters; three drafts a request, the last of which is always wrong."""
+
+
+def prepare_drafts(num_reqs: int, with_probs: bool, case: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """What vLLM's rejection sampler takes: metadata of drafts, their probabilities or None, logits, and metadata.
+
+    The target likes one token of each row, with a probability of 0.7 at temperature 1.
+    """
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    generator = torch.Generator().manual_seed(2)
+    rows = num_reqs * (NUM_DRAFTS + 1)
+    logits = torch.randn(rows, DRAFT_VOCAB, generator=generator) * 2.5
+    liked = torch.randint(0, DRAFT_VOCAB, (rows,), generator=generator)
+    logits[torch.arange(rows), liked] = logits.logsumexp(-1) + 0.85
+    places = torch.arange(rows).view(num_reqs, NUM_DRAFTS + 1)
+    drafts = liked[places[:, :NUM_DRAFTS]]
+    drafts[:, -1] = (drafts[:, -1] + 1) % DRAFT_VOCAB
+    metadata = SpecDecodeMetadata.make_dummy(drafts.tolist(), torch.device("cpu"))
+    metadata.target_logits_indices = places[:, :NUM_DRAFTS].reshape(-1).to(torch.int32)
+    metadata.bonus_logits_indices = places[:, NUM_DRAFTS].to(torch.int32)
+    probs = None
+    if with_probs:
+        noise = torch.randn(rows, DRAFT_VOCAB, generator=generator) / 2
+        probs = (logits + noise)[metadata.target_logits_indices].softmax(-1)
+    params = SamplingParams(**case)
+    is_greedy = params.temperature == 0
+    return (
+        metadata,
+        probs,
+        logits,
+        SamplingMetadata(
+            temperature=None if is_greedy else torch.full((num_reqs,), params.temperature),
+            all_greedy=is_greedy,
+            all_random=not is_greedy,
+            top_p=torch.full((num_reqs,), params.top_p) if params.top_p < 1 else None,
+            top_k=None,
+            generators={},
+            max_num_logprobs=None,
+            no_penalties=True,
+            prompt_token_ids=None,
+            frequency_penalties=torch.zeros(num_reqs),
+            presence_penalties=torch.zeros(num_reqs),
+            repetition_penalties=torch.ones(num_reqs),
+            output_token_ids=[[] for _ in range(num_reqs)],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+            spec_token_ids=drafts.tolist(),
+        ),
+    )
 
 
 def prepare(case: dict[str, Any]) -> Any:
@@ -103,25 +172,40 @@ def main(side: str) -> None:
         from vllm_arm_cpu.compat import sampler_ops
 
         sampler_ops.apply()
+    current_platform.register_triton_kernel_overrides()
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
     torch.set_num_threads(1)
     sampler = Sampler()
+    rejection_sampler = RejectionSampler(sampler)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2.5
     with torch.inference_mode():
         for name, case in CASES.items():
             metadata = prepare(case)
-            tokens = []
-            # Twice before: the first call makes what later ones keep.
-            for index in range(3):
-                fresh = logits.clone()
-                torch.manual_seed(5)
-                if index < 2:
-                    tokens.append(sampler(fresh, metadata).sampled_token_ids)
-                    continue
-                with roi():
-                    tokens.append(sampler(fresh, metadata).sampled_token_ids)
-            print(json.dumps({"case": name, "repeatable": bool(tokens[0] == tokens[1] == tokens[2])}), flush=True)
+            measure(name, f"one token of {VOCAB:,}", logits, lambda fresh, given=metadata: sampler(fresh, given))
+        for name, case in DRAFTED.items():
+            drafts, probs, rows, metadata = prepare_drafts(*case)
+            measure(
+                name,
+                f"{NUM_DRAFTS} drafts a request, {DRAFT_VOCAB:,} tokens",
+                rows,
+                lambda fresh, given=(drafts, probs), metadata=metadata: rejection_sampler(*given, fresh, metadata),
+            )
+
+
+def measure(name: str, kind: str, logits: Any, sample: Callable[[Any], Any]) -> None:
+    """Sample three times from the same logits and seed: the first calls make what later ones keep, the last counts."""
+    import torch
+
+    tokens = []
+    for index in range(3):
+        fresh = logits.clone()
+        torch.manual_seed(5)
+        with roi() if index == 2 else nullcontext():
+            tokens.append(sample(fresh).sampled_token_ids)
+    repeatable = torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[1], tokens[2])
+    print(json.dumps({"case": name, "kind": kind, "repeatable": repeatable}), flush=True)
 
 
 if __name__ == "__main__":

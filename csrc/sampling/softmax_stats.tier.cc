@@ -10,6 +10,23 @@
 namespace vac::VAC_TIER_NS {
 namespace {
 
+// exp(x) for x <= 0, to be summed: relative error below 2^-20 where x is above -40, and below -87 about 2^-125 instead
+// of nothing. 2^r on [-1/2, 1/2] is a minimax polynomial (relative error 2^-23.1; exp(0) is 1), its terms paired so
+// that few constants are copied: a third less instructions than exp_negative's.
+inline float32x4_t exp_summand(float32x4_t x) {
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+    constexpr float kLog2e = 1.44269504f;
+    x = max(x, constant(-87.0f));
+    const float32x4_t rounded = vfmaq_n_f32(constant(kRound), x, kLog2e);
+    const float32x4_t r = vfmaq_n_f32(vsubq_f32(constant(kRound), rounded), x, kLog2e);
+    const float32x4_t square = vmulq_f32(r, r);
+    const float32x4_t p0 = fma(constant(1.0f), r, constant(0.693147004f));
+    const float32x4_t p2 = fma(constant(0.240222424f), r, constant(0.0555073358f));
+    const float32x4_t p4 = fma(constant(0.00967151299f), r, constant(0.00132647273f));
+    const float32x4_t p = fma(p0, square, fma(p2, square, p4));
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), vshlq_n_s32(vreinterpretq_s32_f32(rounded), 23)));
+}
+
 vac_softmax_stat stat_of(const float *logits, int64_t size) {
     float maxima[kPieceSize / kMaskBlock];
     // Only read: blocks.h also serves kernels that change the row.
@@ -28,8 +45,8 @@ vac_softmax_stat stat_of(const float *logits, int64_t size) {
         int64_t i = b * kMaskBlock;
         for (; i + 16 <= end; i += 16)
             for (int j = 0; j < 4; ++j)
-                sum[j] = vaddq_f32(sum[j], exp_negative(vsubq_f32(vld1q_f32(logits + i + 4 * j), largest)));
-        for (; i < end; ++i) rest += vgetq_lane_f32(exp_negative(vdupq_n_f32(logits[i] - row.largest)), 0);
+                sum[j] = vaddq_f32(sum[j], exp_summand(vsubq_f32(vld1q_f32(logits + i + 4 * j), largest)));
+        for (; i < end; ++i) rest += vgetq_lane_f32(exp_summand(vdupq_n_f32(logits[i] - row.largest)), 0);
     }
     return {row.largest, rest + vaddvq_f32(vaddq_f32(vaddq_f32(sum[0], sum[1]), vaddq_f32(sum[2], sum[3])))};
 }

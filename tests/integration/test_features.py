@@ -50,10 +50,57 @@ def test_speculative_decoding(method: str) -> None:
         if method == "draft_model":
             # Batches of other shapes may round a tie to another side.
             assert accepted > 0.9 * drafted
-        # Through rejection sampling, with a seed.
-        sampled = [outputs(speculating, golden_prompts("short-1")[0], temperature=0.8, seed=5) for _ in range(2)]
-        assert sampled[0][0].token_ids == sampled[1][0].token_ids
-        assert len(sampled[0][0].token_ids) == 12
+        # Through rejection sampling: a seed fixes a request's tokens, alone, again, and beside others.
+        count = 12
+        params = [
+            SamplingParams(max_tokens=count, temperature=0.8, top_p=0.9, seed=5),
+            SamplingParams(max_tokens=count, temperature=0),
+            SamplingParams(max_tokens=count, temperature=0.8, top_p=0.9, seed=8),
+            SamplingParams(max_tokens=count, temperature=1.0),
+            SamplingParams(max_tokens=count, temperature=0.7, top_k=5, seed=6),
+        ]
+        prompts = [golden_prompts(name)[0] for name in ("short-1", "short-2", "short-1", "medium", "shared-prefix-1")]
+        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        made = speculating.generate(inputs, params, use_tqdm=False)
+        together = [list(output.outputs[0].token_ids) for output in made]
+        for i in (0, 2, 4):
+            alone = speculating.generate([inputs[i]], [params[i]], use_tqdm=False)
+            assert list(alone[0].outputs[0].token_ids) == together[i]
+        assert [len(tokens) for tokens in together] == [count] * len(params)
+        assert together[0] != together[2]
+
+
+@pytest.mark.slow
+def test_sampled_drafts() -> None:
+    """Drafts with probabilities: where the draft model is the target, nearly all are accepted at any temperature."""
+    config = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
+    config["draft_sample_method"] = "probabilistic"
+    with engine(speculative_config=config, max_num_batched_tokens=128) as speculating:
+        params = [SamplingParams(max_tokens=16, temperature=t, ignore_eos=True) for t in (0.7, 1.0, 1.5, 0.0)]
+        inputs: list[Any] = [{"prompt_token_ids": golden_prompts("short-1")[0]}] * len(params)
+        made = speculating.generate(inputs, params, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in made] == [16] * len(params)
+        drafted = metric(speculating, "vllm:spec_decode_num_draft_tokens")
+        # The two are rounded apart, and batches of other shapes may round otherwise.
+        assert metric(speculating, "vllm:spec_decode_num_accepted_tokens") > 0.9 * drafted > 0
+        # The target's filters are not the draft model's: some drafts are wrong, all tokens are the target's.
+        filtered = SamplingParams(max_tokens=16, temperature=1.5, top_k=1, ignore_eos=True)
+        tokens = speculating.generate(inputs[:1], filtered, use_tqdm=False)[0].outputs[0].token_ids
+        assert list(tokens) == golden("short-1")[0]["token_ids"][:16]
+
+
+@pytest.mark.slow
+def test_synthetic_acceptance() -> None:
+    """Two of three drafts by their rates, whatever they are, for greedy and random requests."""
+    config = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
+    config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0, 0.0]}
+    with engine(speculative_config=config, max_num_batched_tokens=128) as speculating:
+        params = [SamplingParams(max_tokens=13, temperature=t, ignore_eos=True) for t in (0.0, 0.9)]
+        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in golden_prompts("short-1", "short-2")]
+        made = speculating.generate(inputs, params, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in made] == [13, 13]
+        steps = metric(speculating, "vllm:spec_decode_num_drafts")
+        assert metric(speculating, "vllm:spec_decode_num_accepted_tokens") == 2 * steps > 0
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_statistics(threads: int) -> None:
         found, argmax = statistics(values, threads, case % 3, bool(case % 2))
         assert (found[:, 0] == values.max(-1)).all()
         expected = np.exp(values.astype(np.float64) - values.max(-1, keepdims=True)).sum(-1)
-        np.testing.assert_allclose(found[:, 1], expected, rtol=2.0**-19)
+        np.testing.assert_allclose(found[:, 1], expected, rtol=2.0**-20)
         assert (argmax == values.argmax(-1)).all()
         one, untouched = statistics(values, 1, argmax=False)
         np.testing.assert_array_equal(found, one)
@@ -308,7 +308,7 @@ def test_recovered_tokens(draft_probs: bool, masked: bool) -> None:
     """The documented noise in FP64 gives the same tokens, on any number of threads."""
     rng = np.random.default_rng(6)
     same = total = 0
-    for case, (num_drafts, vocab) in enumerate([(drafts, vocab) for drafts in GRIDS for vocab in (2, 31, 2049, 6203)]):
+    for case, (num_drafts, vocab) in enumerate([(drafts, vocab) for drafts in GRIDS for vocab in (2, 67, 6203)]):
         batch = Batch(rng, num_drafts, vocab, draft_probs)
         if masked:
             batch.logits[rng.random(batch.logits.shape) < 0.9] = -INF
@@ -345,15 +345,16 @@ def test_recovered_tokens(draft_probs: bool, masked: bool) -> None:
 def test_recovered_tokens_of_a_real_vocabulary() -> None:
     """One row keeps several threads busy, and gives what one thread gives."""
     rng = np.random.default_rng(7)
+    vocab, row = 128256, 1
+    seed = rng.integers(0, 2**64, 1, np.uint64)
+    noise = gumbel_noise(vocab, int(seed[0]), 0)
     for draft_probs in (False, True):
-        batch = Batch(rng, [2], 128256, draft_probs)
-        for row in range(2):
-            seed = rng.integers(0, 2**64, 1, np.uint64)
-            tokens = {int(recovered(batch, np.array([row]), seed, threads)[0, row]) for threads in THREADS}
-            with np.errstate(divide="ignore"):
-                scores = np.log(weights_of(batch, row)) + gumbel_noise(128256, int(seed[0]), 0)
-            assert len(tokens) == 1
-            assert scores[tokens.pop()] > scores.max() - 1e-3
+        batch = Batch(rng, [2], vocab, draft_probs)
+        tokens = {int(recovered(batch, np.array([row]), seed, threads)[0, row]) for threads in THREADS}
+        assert len(tokens) == 1
+        with np.errstate(divide="ignore"):
+            scores = np.log(weights_of(batch, row)) + noise
+        assert scores[tokens.pop()] > scores.max() - 1e-3
 
 
 def test_recovered_tokens_of_odd_rows() -> None:

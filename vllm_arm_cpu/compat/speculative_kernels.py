@@ -111,13 +111,13 @@ def sample_recovered_tokens(
     request = torch.arange(len(counts)).repeat_interleave(counts)
     if NO_DRAFT_PROBS or draft_probs is None:
         # Padding (-1) takes nothing out.
-        drafts = draft_token_ids.to(torch.int64).unsqueeze(1)
+        drafts = draft_token_ids.to(torch.int64).view(-1, 1)
         kept = torch.where(drafts < 0, target_probs[:, :1], 0.0)
         rest = target_probs.scatter(1, drafts.clamp(min=0), kept)
     else:
         rest = (target_probs - draft_probs).clamp(min=0.0)
     chosen = (rest * inv_q[request]).argmax(dim=1)
-    output_token_ids[: len(chosen)] = chosen.to(output_token_ids.dtype)
+    output_token_ids.view(-1)[: len(chosen)] = chosen.to(output_token_ids.dtype)
 
 
 def eagle_step_slot_mapping_metadata(
