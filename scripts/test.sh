@@ -103,7 +103,7 @@ integration_n1() {
 # vLLM's own tests, on our platform and kernels.
 upstream() {
     upstream_shim
-    group upstream 1500 bash -c 'on_upstream normal'
+    group upstream 2700 bash -c 'on_upstream normal'
 }
 upstream_attention() {
     upstream_shim
@@ -148,7 +148,7 @@ numa() {
     fi
 }
 numa_two() { numa 750 two; }
-e2e() { group e2e 1800 bash -c 'on_arm neoverse-v2 tests/e2e'; }
+e2e() { group e2e 2700 bash -c 'on_arm neoverse-v2 tests/e2e'; }
 
 case "${1:?}" in
 unit | emulation | e2e | upstream | slow | soak) "$1" ;;
