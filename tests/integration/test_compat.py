@@ -132,6 +132,9 @@ def test_sampler_ops() -> None:
     forward = drafts.function("RejectionSampler.forward")
     assert "target_logits = apply_sampling_constraints(target_logits, metadata.cu_num_draft_tokens," in forward
     assert "output_token_ids = rejection_sample(metadata.draft_token_ids, metadata.num_draft_tokens," in forward
+    assert drafts.parameters("RejectionSampler.forward") == own_parameters(rejection.forward)
+    for rows in ("bonus_logits = logits[bonus_logits_indices]", "raw_target_logits = logits[target_logits_indices]"):
+        assert rows in forward
     constraints = drafts.parameters("apply_sampling_constraints")
     assert constraints == own_parameters(rejection.apply_sampling_constraints)
     *own, others = own_parameters(rejection.rejection_sample)

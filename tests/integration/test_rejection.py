@@ -11,6 +11,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from tests.integration.test_sampler import logits_of, metadata_of
 from vllm_arm_cpu import compat
@@ -232,6 +234,39 @@ def test_tokens_follow_the_targets_distribution(draft_probs: bool) -> None:
     assert statistic < degrees + 5 * (2 * degrees) ** 0.5
     accepted = (tokens[:, 1] >= 0).sum()
     assert 0.05 * draws < accepted < 0.95 * draws
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_the_class_gives_what_vllms_gives(dtype: torch.dtype, mode: Any, num_logprobs: int | None) -> None:
+    """Rows of logits are taken out as rows, with the same tokens and logprobs, and the logits stay as they are."""
+    batch = Batch(NUM_DRAFTS)
+    ends = ends_of(NUM_DRAFTS) + torch.arange(1, 9)
+    drafts = SpecDecodeMetadata.make_dummy(
+        [ids.tolist() for ids in batch.drafts.split(NUM_DRAFTS)], torch.device("cpu")
+    )
+    drafts.bonus_logits_indices = (ends - 1).to(torch.int32)
+    is_bonus = torch.zeros(int(ends[-1]), dtype=torch.bool)
+    is_bonus[ends - 1] = True
+    drafts.target_logits_indices = (~is_bonus).nonzero().view(-1).to(torch.int32)
+    logits = logits_of(int(ends[-1]), 2053, 4).to(dtype)
+    logits[~is_bonus] = batch.logits.to(dtype)
+    sampler = rejection_sampler.RejectionSampler(Sampler(logprobs_mode=mode))
+    greedy = metadata([0.0] * 8)
+    greedy.max_num_logprobs = num_logprobs
+    results = []
+    for forward in (rejection.upstream_forward, type(sampler).forward):
+        given = logits.clone()
+        results.append(forward(sampler, drafts, None, given, greedy))
+        assert torch.equal(given, logits)
+    theirs, ours = results
+    assert torch.equal(theirs.sampled_token_ids, ours.sampled_token_ids)
+    assert type(ours.sampled_token_ids) is torch.Tensor
+    assert (theirs.logprobs_tensors is None) == (ours.logprobs_tensors is None) == (num_logprobs is None)
+    if num_logprobs is not None:
+        assert torch.equal(theirs.logprobs_tensors.logprobs, ours.logprobs_tensors.logprobs)
+        assert torch.equal(theirs.logprobs_tensors.logprob_token_ids, ours.logprobs_tensors.logprob_token_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

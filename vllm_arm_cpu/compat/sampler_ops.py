@@ -13,7 +13,8 @@ token. Can go once vLLM lets a platform bring its own.
 Replaces ``rejection_sample`` and ``apply_sampling_constraints``, which
 ``RejectionSampler.forward`` looks up in their module, for the same reason: they sort,
 exponentiate and fill with noise a row of the vocabulary for every drafted token, and go
-through Triton kernels, for which a CPU has only ``vllm._C``. Can go with the others.
+through Triton kernels, for which a CPU has only ``vllm._C``. ``forward`` itself gets logits
+whose rows are copied as rows. Can go with the others.
 """
 
 from __future__ import annotations
@@ -38,5 +39,6 @@ def apply() -> None:
     Sampler.gather_logprobs = staticmethod(sampler.gather_logprobs)
     upstream.apply_all_penalties = sampler.apply_all_penalties
     rejection_sampler.apply_all_penalties = sampler.apply_all_penalties
+    rejection_sampler.RejectionSampler.forward = rejection.forward
     rejection_sampler.rejection_sample = rejection.rejection_sample
     rejection_sampler.apply_sampling_constraints = rejection.apply_sampling_constraints

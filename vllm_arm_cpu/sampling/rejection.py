@@ -6,8 +6,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_arm_cpu.native import library
 from vllm_arm_cpu.native.call import Call, as_rows, scratch
@@ -18,6 +20,7 @@ _greedy: Call | None = None
 _random: Call | None = None
 _walk: Call | None = None
 
+upstream_forward = rejection_sampler.RejectionSampler.forward
 upstream_rejection_sample = rejection_sampler.rejection_sample
 upstream_constraints = rejection_sampler.apply_sampling_constraints
 
@@ -33,6 +36,27 @@ def _pointer(ctype: str, tensor: torch.Tensor | None) -> Any:
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of any shape as contiguous int32, itself if it is that already."""
     return tensor.to(torch.int32).contiguous()
+
+
+class Rows(torch.Tensor):
+    """Logits whose rows, taken by a tensor, are copied as rows; torch's indexing computes each element's address."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        plain = self.as_subclass(torch.Tensor)
+        is_rows = isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
+        return plain.index_select(0, index) if is_rows else plain[index]
+
+
+def forward(
+    self: rejection_sampler.RejectionSampler,
+    metadata: SpecDecodeMetadata,
+    draft_probs: torch.Tensor | None,
+    logits: torch.Tensor,
+    sampling_metadata: SamplingMetadata,
+) -> SamplerOutput:
+    """``RejectionSampler.forward``, which takes the drafts' rows and the bonus tokens' out of logits [rows, vocab]."""
+    output: SamplerOutput = upstream_forward(self, metadata, draft_probs, logits.as_subclass(Rows), sampling_metadata)
+    return output
 
 
 def apply_sampling_constraints(
