@@ -12,7 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_arm_cpu.native import library
-from vllm_arm_cpu.native.call import Call, as_rows, scratch
+from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, scratch
 from vllm_arm_cpu.sampling.sampler import mask_top_k_top_p
 
 ffi = library.ffi
@@ -143,63 +143,67 @@ def rejection_sample(
             **others,
         )
         return sampled
-    num_reqs, all_greedy = len(num_draft_tokens), sampling_metadata.all_greedy
-    logits = as_rows(target_logits)
-    num_rows, vocab = logits.shape
     rates = synthetic_conditional_rates if synthetic_mode else None
     if rates is not None and len(rates) < max_spec_len:
         raise ValueError(f"{len(rates)} synthetic acceptance rates for up to {max_spec_len} drafts of a request")
+    all_greedy, logits = sampling_metadata.all_greedy, as_rows(target_logits)
+    num_reqs, num_rows = len(num_draft_tokens), len(logits)
+    out = torch.full((num_reqs, max_spec_len + 1), rejection_sampler.PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
     argmax = None if sampling_metadata.all_random else torch.empty(num_rows, dtype=torch.int64)
     is_greedy = None if all_greedy else sampling_metadata.temperature == rejection_sampler.GREEDY_TEMPERATURE
-    uniform = seeds = None
+    uniform = seeds = stats = rejected = None
     if not all_greedy or synthetic_mode:
         uniform, seeds = draw(num_draft_tokens, sampling_metadata.generators)
-    out = torch.full((num_reqs, max_spec_len + 1), rejection_sampler.PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
-    # As vLLM does, greedy requests' rows of a mixed batch are treated as the others'.
-    if all_greedy:
-        call = _list_of_greedy()
-        workspace = scratch.pointer(library.load().vac_argmax_workspace_size(num_rows, vocab))
-        rows = call.args[0]
-        rows.out, stats, rejected = _pointer("int64_t *", argmax), None, None
-        rows.num_reqs, rows.dtype = num_rows, 0
-        rows.logits = _pointer("void *", logits)
-    else:
-        call = _list_of_random()
-        lib = library.load()
+    if not all_greedy:
         stats, rejected = torch.empty(num_rows, 2), torch.empty(num_reqs, dtype=torch.int32)
-        # The two do not run at the same time.
-        workspace = scratch.pointer(
-            max(
-                lib.vac_softmax_stats_workspace_size(num_rows, vocab),
-                lib.vac_recovered_tokens_workspace_size(num_reqs, vocab),
-            )
-        )
-        rows = call.args[0]
-        rows.out, rows.argmax = _pointer("vac_softmax_stat *", stats), _pointer("int64_t *", argmax)
-        rows.num_rows, rows.logits = num_rows, _pointer("float *", logits)
-    rows.workspace, rows.vocab_size, rows.row_stride = workspace, vocab, logits.stride(0)
-
     drafts, ends, bonus = _int32(draft_token_ids), _int32(cu_num_draft_tokens), _int32(bonus_token_ids)
     draft_rows = None if draft_probs is None else as_rows(draft_probs)
+
+    call = _list_of_greedy() if all_greedy else _list_of_random()
     walk = call.args[2]
     _set_requests(walk, out, ends, drafts, bonus, is_greedy)
-    walk.rejected = _pointer("int32_t *", rejected)
+    walk.rejected, walk.recovered_token_ids = _pointer("int32_t *", rejected), ffi.NULL
     walk.target_argmax, walk.uniform = _pointer("int64_t *", argmax), _pointer("double *", uniform)
-    walk.target = ffi.NULL if all_greedy else _pointer("float *", logits)
+    walk.target = _pointer("float *", None if all_greedy else logits)
     walk.stats, walk.draft_probs = _pointer("vac_softmax_stat *", stats), _pointer("float *", draft_rows)
-    walk.synthetic_rates, walk.recovered_token_ids = _pointer("float *", rates), ffi.NULL
-    walk.vocab_size, walk.target_row_stride = vocab, logits.stride(0)
+    walk.synthetic_rates = _pointer("float *", rates)
+    walk.vocab_size, walk.target_row_stride = logits.shape[1], logits.stride(0)
     walk.draft_row_stride = 0 if draft_rows is None else draft_rows.stride(0)
-    if not all_greedy:
-        recover = call.args[3]
-        recover.out, recover.rejected, recover.cu_num_draft_tokens = walk.out, walk.rejected, walk.cu_num_draft_tokens
-        recover.draft_token_ids, recover.logits = walk.draft_token_ids, walk.target
-        recover.stats, recover.draft_probs = walk.stats, walk.draft_probs
-        recover.seed, recover.workspace = _pointer("uint64_t *", seeds), workspace
-        recover.num_reqs, recover.vocab_size, recover.out_row_stride = num_reqs, vocab, out.stride(0)
-        recover.logits_row_stride, recover.draft_row_stride = logits.stride(0), walk.draft_row_stride
+    if all_greedy:
+        _set_argmax(call.args[0], logits, walk)
+    else:
+        _set_distributions(call.args[0], call.args[3], logits, walk, _pointer("uint64_t *", seeds))
     call.run()
     return out
+
+
+def _set_argmax(rows: Any, logits: torch.Tensor, walk: Any) -> None:
+    """The argmax of all rows, for ``walk``."""
+    rows.out, rows.logits, rows.dtype = walk.target_argmax, _pointer("void *", logits), DTYPES[logits.dtype]
+    (rows.num_reqs, rows.vocab_size), rows.row_stride = logits.shape, logits.stride(0)
+    rows.workspace = scratch.pointer(library.load().vac_argmax_workspace_size(*logits.shape))
+
+
+def _set_distributions(rows: Any, recover: Any, logits: torch.Tensor, walk: Any, seeds: Any) -> None:
+    """The statistics of all rows, for ``walk``, and behind it the tokens in the place of rejected drafts.
+
+    As vLLM does, greedy requests' rows of a mixed batch are treated as the others'.
+    """
+    lib = library.load()
+    num_rows, vocab = logits.shape
+    sizes = (
+        lib.vac_softmax_stats_workspace_size(num_rows, vocab),
+        lib.vac_recovered_tokens_workspace_size(walk.num_reqs, vocab),
+    )
+    # The two do not run at the same time.
+    rows.workspace = recover.workspace = scratch.pointer(max(sizes))
+    rows.out, rows.argmax, rows.logits = walk.stats, walk.target_argmax, walk.target
+    rows.num_rows, rows.vocab_size, rows.row_stride = num_rows, vocab, logits.stride(0)
+    recover.out, recover.rejected, recover.cu_num_draft_tokens = walk.out, walk.rejected, walk.cu_num_draft_tokens
+    recover.draft_token_ids, recover.logits, recover.stats = walk.draft_token_ids, walk.target, walk.stats
+    recover.draft_probs, recover.seed = walk.draft_probs, seeds
+    recover.num_reqs, recover.vocab_size, recover.out_row_stride = walk.num_reqs, vocab, walk.out_row_stride
+    recover.logits_row_stride, recover.draft_row_stride = logits.stride(0), walk.draft_row_stride
 
 
 def walk_greedy(
