@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from tests.integration.engine import MODEL, check_golden, engine, golden_prompts, greedy, worker
 from vllm_arm_cpu.layers import linear as linear_layers
@@ -118,22 +118,26 @@ class Doubled(UnquantizedLinearMethod):
 
 
 @pytest.mark.parametrize("method", [UnquantizedLinearMethod, Doubled])
-def test_methods_of_others_find_the_weight(method: type[UnquantizedLinearMethod]) -> None:
+def test_methods_of_others_find_the_weight(
+    method: type[UnquantizedLinearMethod], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only layers that vLLM's own method multiplies are packed."""
     from vllm_arm_cpu import compat
 
     compat.apply()
+    monkeypatch.setenv("VAC_LINEAR", "vac")
     weight, x = torch.randn(48, 64).to(torch.bfloat16), torch.randn(3, 64).to(torch.bfloat16)
+    layer = torch.nn.Module()
+    layer.prefix = "layer"
     with set_current_vllm_config(VllmConfig()):
-        layer = ReplicatedLinear(64, 48, bias=False, params_dtype=torch.bfloat16, disable_tp=True, return_bias=False)
         layer.quant_method = method()
-    layer.weight.data.copy_(weight)
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     layer.quant_method.process_weights_after_loading(layer)
     packed = method is UnquantizedLinearMethod
     assert isinstance(layer.cpu_linear, PackedLinear) == packed
     assert (layer.weight.numel() == 0) == packed
     exact = (x.double() @ weight.double().T) * (1 if packed else 2)
-    torch.testing.assert_close(layer(x).double(), exact, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(layer.quant_method.apply(layer, x).double(), exact, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

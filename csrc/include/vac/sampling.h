@@ -186,7 +186,7 @@ size_t vac_top_logprobs_workspace_size(int64_t vocab_size, int64_t num_workspace
 void vac_top_logprobs(const void *args, uint32_t thread_index, uint32_t thread_count);
 
 /* Rejection sampling of drafted tokens (Leviathan et al., "Fast Inference from Transformers via Speculative
- * Decoding", ICML 2023): four kernels in one list, each with a barrier behind it.
+ * Decoding", ICML 2023): three steps in one list of five ops, each with a barrier behind it.
  *   softmax_stats_partial, softmax_stats_merge    what the target's probabilities follow from (not for greedy requests)
  *   rejection_sample                              accepts drafts, names the row of the first rejected one
  *   recovered_tokens_partial, .._merge            samples a token in its place
