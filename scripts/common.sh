@@ -44,10 +44,13 @@ TOOLS="$ENVIRONMENT/tools"                 # Python tools that run on this machi
 BUILD="$PROJECT/build"
 SITE="$BUILD/site"                         # this clone's wheel, installed
 
+# How uv is told for which Python it installs.
 if [ "$HOST_ARCH" = aarch64 ]; then
     VENV="${VAC_ENV_VENV:-$ENVIRONMENT/venv}"    # vLLM and all that it needs
+    ARM_PYTHON=(--python "$VENV/bin/python3")
 else
     VENV="${VAC_ENV_VENV:-$ROOT/opt/venv}"
+    ARM_PYTHON=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
 fi
 
 # describe_cpu NAME: sets midr (MIDR_EL1), flags (/proc/cpuinfo) and qemu (its

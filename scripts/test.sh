@@ -41,17 +41,10 @@ on_arm() {
 }
 # vLLM's own tests of a suite (normal, whole) on Arm, all or those in FILE...; tests/upstream says which and how.
 on_upstream() {
-    local suite=$1 cpu=() python=(--python "$VENV/bin/python3") folder
+    local suite=$1 cpu=() folder
     shift
-    if [ "$HOST_ARCH" != aarch64 ]; then
-        cpu=(--cpu neoverse-v2)
-        python=(--python-platform aarch64-manylinux_2_36 --python-version "$GUEST_PYTHON")
-    fi
-    if [ ! -e "$BUILD/upstream-site" ]; then
-        "$TOOLS/bin/uv" pip install -q "${python[@]}" --only-binary :all: --no-deps --require-hashes \
-            --target "$BUILD/upstream-site.new" -r requirements/upstream-tests.lock || return
-        mv "$BUILD/upstream-site.new" "$BUILD/upstream-site"
-    fi
+    [ "$HOST_ARCH" = aarch64 ] || cpu=(--cpu neoverse-v2)
+    scripts/install_beside.sh upstream-site --require-hashes -r requirements/upstream-tests.lock || return
     folder=$("$TOOLS/bin/python" scripts/fetch_vllm_tests.py "$VENV" "$BUILD") || return
     "$TOOLS/bin/python" tests/upstream/hub.py "$BUILD/vllm-tests-hub"
     # `tests` is vLLM's package here: ours is not on the path.
@@ -65,7 +58,7 @@ export -f on_arm on_upstream fail
 # Where arm.sh shows the clone.
 INSIDE=/src
 [ "$HOST_ARCH" != aarch64 ] || INSIDE=$PROJECT
-export HOST_ARCH INSIDE TOOLS VENV BUILD GUEST_PYTHON
+export HOST_ARCH INSIDE TOOLS VENV BUILD
 # A vLLM from source has no compiled ops to run beside.
 [ "$VLLM_FROM" = wheel ] && UPSTREAM_OPS=1 || UPSTREAM_OPS=0
 export UPSTREAM_OPS

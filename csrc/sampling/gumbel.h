@@ -162,5 +162,13 @@ inline Best best_of_piece(const Weights &weights, int64_t begin, int64_t end, bo
     return best.token == kNone ? Best{-kInfinity, static_cast<int32_t>(begin)} : best;
 }
 
+// The best of a row's pieces.
+inline Best best_of_entries(const Best *entries, int64_t count) {
+    Best best = entries[0];
+    for (int64_t i = 1; i < count; ++i)
+        if (beats(entries[i].score, best.score)) best = entries[i];
+    return best;
+}
+
 }  // namespace
 }  // namespace vac::VAC_TIER_NS

@@ -36,11 +36,7 @@ void gumbel_argmax_merge(const void *untyped, uint32_t thread_index, uint32_t th
     const int64_t pieces = pieces_of(args.vocab_size);
     const Share share = share_of(args.num_reqs, thread_index, thread_count);
     for (int64_t req = share.begin; req < share.end; ++req) {
-        const Best *entries = static_cast<const Best *>(args.workspace) + req * pieces;
-        Best best = entries[0];
-        for (int64_t i = 1; i < pieces; ++i)
-            if (beats(entries[i].score, best.score)) best = entries[i];
-        args.out[req] = best.token;
+        args.out[req] = best_of_entries(static_cast<const Best *>(args.workspace) + req * pieces, pieces).token;
     }
 }
 

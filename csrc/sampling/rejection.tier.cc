@@ -154,10 +154,7 @@ void recovered_tokens_merge(const void *untyped, uint32_t thread_index, uint32_t
     for (int64_t req = share.begin; req < share.end; ++req) {
         const int64_t row = args.rejected[req];
         if (row < 0) continue;
-        const Best *entries = static_cast<const Best *>(args.workspace) + req * pieces;
-        Best best = entries[0];
-        for (int64_t i = 1; i < pieces; ++i)
-            if (beats(entries[i].score, best.score)) best = entries[i];
+        Best best = best_of_entries(static_cast<const Best *>(args.workspace) + req * pieces, pieces);
         if (best.score == -kInfinity) {
             const float *logits = args.logits + row * args.logits_row_stride;
             const float largest = max_of<F32>(logits, args.vocab_size);

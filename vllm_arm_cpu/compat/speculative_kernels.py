@@ -88,9 +88,8 @@ def expand(
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
     """Each request's value for each of its tokens, one value replaced."""
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
-    expanded = values.repeat_interleave(counts)
+    expanded = values[rejection.requests_of_rows(cu_num_tokens)]
     output[: len(expanded)] = expanded.to(output.dtype)
 
 
@@ -107,8 +106,6 @@ def sample_recovered_tokens(
     USE_FP64_GUMBEL: bool = False,
 ) -> None:
     """For every draft a token of what the target has more of than the draft, by the largest ``p / q``."""
-    counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
-    request = torch.arange(len(counts)).repeat_interleave(counts)
     if NO_DRAFT_PROBS or draft_probs is None:
         # Padding (-1) takes nothing out.
         drafts = draft_token_ids.to(torch.int64).view(-1, 1)
@@ -116,7 +113,7 @@ def sample_recovered_tokens(
         rest = target_probs.scatter(1, drafts.clamp(min=0), kept)
     else:
         rest = (target_probs - draft_probs).clamp(min=0.0)
-    chosen = (rest * inv_q[request]).argmax(dim=1)
+    chosen = (rest * inv_q[rejection.requests_of_rows(cu_num_draft_tokens)]).argmax(dim=1)
     output_token_ids.view(-1)[: len(chosen)] = chosen.to(output_token_ids.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import accumulate
 from typing import Any
 
@@ -16,9 +17,6 @@ from vllm_arm_cpu.native.call import DTYPES, Call, as_rows, scratch
 from vllm_arm_cpu.sampling.sampler import mask_top_k_top_p
 
 ffi = library.ffi
-_greedy: Call | None = None
-_random: Call | None = None
-_walk: Call | None = None
 
 upstream_forward = rejection_sampler.RejectionSampler.forward
 upstream_rejection_sample = rejection_sampler.rejection_sample
@@ -36,6 +34,12 @@ def _pointer(ctype: str, tensor: torch.Tensor | None) -> Any:
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of any shape as contiguous int32, itself if it is that already."""
     return tensor.to(torch.int32).contiguous()
+
+
+def requests_of_rows(cu_num_draft_tokens: torch.Tensor) -> torch.Tensor:
+    """The request that each drafted token belongs to: int32 [requests] -> int64 [tokens]."""
+    counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
+    return torch.arange(len(counts)).repeat_interleave(counts)
 
 
 class Rows(torch.Tensor):
@@ -71,8 +75,7 @@ def apply_sampling_constraints(
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         constrained: torch.Tensor = upstream_constraints(logits, cu_num_draft_tokens, sampling_metadata)
         return constrained
-    counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
-    request = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(logits))
+    request = requests_of_rows(cu_num_draft_tokens)
     temperature = sampling_metadata.temperature[request]
     logits.div_(temperature.masked_fill_(temperature == rejection_sampler.GREEDY_TEMPERATURE, 1.0).unsqueeze(1))
     k, p = sampling_metadata.top_k, sampling_metadata.top_p
@@ -285,32 +288,26 @@ def _set_requests(
     walk.bonus_token_ids, walk.is_greedy = _pointer("int32_t *", bonus), _pointer("uint8_t *", is_greedy)
 
 
+@functools.cache
 def _list_of_greedy() -> Call:
-    global _greedy
-    if _greedy is None:
-        _greedy = Call(
-            ("vac_argmax_partial", "vac_argmax_args"),
-            ("vac_argmax_merge", 0),
-            ("vac_rejection_sample", "vac_rejection_sample_args"),
-        )
-    return _greedy
+    return Call(
+        ("vac_argmax_partial", "vac_argmax_args"),
+        ("vac_argmax_merge", 0),
+        ("vac_rejection_sample", "vac_rejection_sample_args"),
+    )
 
 
+@functools.cache
 def _list_of_random() -> Call:
-    global _random
-    if _random is None:
-        _random = Call(
-            ("vac_softmax_stats_partial", "vac_softmax_stats_args"),
-            ("vac_softmax_stats_merge", 0),
-            ("vac_rejection_sample", "vac_rejection_sample_args"),
-            ("vac_recovered_tokens_partial", "vac_recovered_tokens_args"),
-            ("vac_recovered_tokens_merge", 3),
-        )
-    return _random
+    return Call(
+        ("vac_softmax_stats_partial", "vac_softmax_stats_args"),
+        ("vac_softmax_stats_merge", 0),
+        ("vac_rejection_sample", "vac_rejection_sample_args"),
+        ("vac_recovered_tokens_partial", "vac_recovered_tokens_args"),
+        ("vac_recovered_tokens_merge", 3),
+    )
 
 
+@functools.cache
 def _list_of_walk() -> Call:
-    global _walk
-    if _walk is None:
-        _walk = Call(("vac_rejection_sample", "vac_rejection_sample_args"))
-    return _walk
+    return Call(("vac_rejection_sample", "vac_rejection_sample_args"))
