@@ -96,7 +96,7 @@ integration_n1() {
 # vLLM's own tests, on our platform and kernels.
 upstream() {
     upstream_shim
-    group upstream 2700 bash -c 'on_upstream normal'
+    group upstream 5400 bash -c 'on_upstream normal'
 }
 upstream_attention() {
     upstream_shim
@@ -115,7 +115,7 @@ integration_slow() {
     MARKED=slow group integration-slow 7200 bash -c 'on_arm neoverse-v2 LD_PRELOAD=$INSIDE/build/upstream-shim.so VAC_TEST_UPSTREAM_OPS=$UPSTREAM_OPS tests/integration \
         --ignore=tests/integration/test_ray.py'
 }
-upstream_slow() { group upstream-slow 3600 bash -c 'on_upstream whole'; }
+upstream_slow() { group upstream-slow 7200 bash -c 'on_upstream whole'; }
 ray_slow() {
     MARKED=slow group ray-slow 2400 bash -c 'on_arm neoverse-v2 PYTHONPATH=$INSIDE/build/site:$INSIDE:$INSIDE/build/ray-site \
         tests/integration/test_ray.py'

@@ -8,9 +8,10 @@ import os
 import pytest
 import torch
 from vllm import LLM, SamplingParams
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
-from tests.integration.engine import GOLDEN, MODEL, check_golden, engine, golden_prompts, greedy, metric, worker
+from tests.integration.engine import GOLDEN, MODEL, check_golden, engine, golden, golden_prompts, greedy, metric, worker
 from vllm_arm_cpu.platform import upstream_ops_available
 
 SOME = ("short-1", "medium", "chat")
@@ -48,6 +49,34 @@ def test_chunked_prefill() -> None:
     with engine(max_num_batched_tokens=48, max_num_seqs=4, enable_prefix_caching=False) as llm:
         assert max(map(len, golden_prompts("long"))) > 4 * 48
         check_golden(llm, "short-1", "short-3", "medium", "long")
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_preemption(enable_prefix_caching: bool) -> None:
+    """Requests that lose their blocks to others begin again, and give the tokens and logprobs that they give alone."""
+    names = ("short-1", "medium", "short-2", "chat", "longest")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    inputs = [{"prompt_token_ids": ids} for ids in golden_prompts(*names)]
+    # Their prompts fill the eight blocks that the null block leaves.
+    few = {"max_model_len": 96, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+    with engine(**few, enable_prefix_caching=enable_prefix_caching) as llm:
+        together = llm.generate(inputs, params, use_tqdm=False)
+        preempted = metric(llm, "vllm:num_preemptions")
+        assert preempted > 0
+        alone = [llm.generate(one, params, use_tqdm=False)[0] for one in inputs]
+        assert metric(llm, "vllm:num_preemptions") == preempted
+    for got, expected, reference in zip(together, alone, golden(*names), strict=True):
+        tokens = list(got.outputs[0].token_ids)
+        assert tokens == list(expected.outputs[0].token_ids) == reference["token_ids"][:20]
+        assert len(got.prompt_logprobs) == len(got.prompt_token_ids)
+        assert logprobs(got) == pytest.approx(logprobs(expected), abs=0.05)
+
+
+def logprobs(output: RequestOutput) -> list[float]:
+    """Of a prompt's tokens but the first, and of those behind it."""
+    tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
 
 
 def test_whole_prefill_without_prefix_cache() -> None:

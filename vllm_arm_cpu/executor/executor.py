@@ -89,14 +89,25 @@ class NumaExecutor(MultiprocExecutor):
             first = self._watch.first or f"{who}, has given up; its own message stands above"
             raise RuntimeError(f"loading failed: {first}") from error
 
+    def shutdown(self) -> None:
+        """As vLLM's; of an engine that has failed, it is said first which rank ended by itself."""
+        if self._is_failing() and not getattr(self, "shutting_down", False):
+            # vLLM's monitor may have seen it before our watch. Once the others are told to end, too, it is too late to
+            # know who was the first.
+            self._watch.look()
+        super().shutdown()
+
+    def _is_failing(self) -> bool:
+        """Whether it ends for a failure: vLLM's monitor saw a rank end, or an error is on its way."""
+        return self.is_failed or isinstance(sys.exc_info()[1], Exception)
+
     def _ensure_worker_termination(self, worker_procs: list[BaseProcess]) -> None:
         """As vLLM's where all is well; ranks of an engine that has failed are not waited for.
 
         Their own end may take seconds, or never come: a rank that loads does not hear that it should end, one that
         hangs does not listen, and one that is stopped cannot.
         """
-        # Called while an error is on its way, or by the one who saw a rank end.
-        if not (self.is_failed or isinstance(sys.exc_info()[1], Exception)):
+        if not self._is_failing():
             MultiprocExecutor._ensure_worker_termination(worker_procs)
             return
         # What ends from here on is no news.
@@ -170,26 +181,39 @@ class _Watch:
         self.first: str | None = None
         self.ended = threading.Event()
         self._executor = executor
+        self._processes: dict[int, BaseProcess] = {}
+        # Held by whoever says it.
+        self._saying = threading.Lock()
         threading.Thread(target=self._run, name="vac-rank-watch", daemon=True).start()
 
+    def look(self) -> None:
+        """Say which rank has ended, if one has and nothing was said yet."""
+        with self._saying:
+            ended = multiprocessing.connection.wait(list(self._processes), 0) if self.first is None else []
+            if not ended:
+                return
+            process = self._processes[ended[0]]  # type: ignore[index]
+            who = self._executor.describe(int(process.name.split("-")[1]))
+            self.first = f"{who}, process {process.pid}, {_end_of(process)}"
+            logger.error("%s", self.first)
+            self.ended.set()
+
     def _run(self) -> None:
-        seen: dict[int, BaseProcess] = {}
-        while not getattr(self._executor, "shutting_down", False):
+        while self.first is None and not self._is_shutting_down():
             for process in multiprocessing.active_children():
                 if process.name.startswith("VllmWorker-"):
-                    seen.setdefault(process.sentinel, process)
+                    self._processes.setdefault(process.sentinel, process)
             # Ended ones are not active any more: those seen before are asked.
-            timeout = None if len(seen) == len(self._executor.plans) else 0.2
-            ended = multiprocessing.connection.wait(list(seen), timeout) if seen else []
-            if ended and not getattr(self._executor, "shutting_down", False):
-                process = seen[ended[0]]  # type: ignore[index]
-                who = self._executor.describe(int(process.name.split("-")[1]))
-                self.first = f"{who}, process {process.pid}, {_end_of(process)}"
-                logger.error("%s", self.first)
-                self.ended.set()
-                return
-            if not seen:
-                threading.Event().wait(0.2)
+            timeout = None if len(self._processes) == len(self._executor.plans) else 0.2
+            if self._processes:
+                multiprocessing.connection.wait(list(self._processes), timeout)
+            else:
+                time.sleep(0.2)
+            if not self._is_shutting_down():
+                self.look()
+
+    def _is_shutting_down(self) -> bool:
+        return getattr(self._executor, "shutting_down", False)
 
 
 def _is_stopped(pid: int | None) -> bool:
