@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests.integration.checkpoints import SIZES, randomize
 from tests.integration.engine import MODEL, engine, worker
@@ -148,7 +149,7 @@ def test_too_many_images(tmp_path: Path) -> None:
     with engine(tmp_path, dtype="bfloat16", limit_mm_per_prompt={"image": 1}) as llm:
         (one,) = message(picture(0))
         two = [{"role": "user", "content": one["content"][:1] + one["content"]}]
-        with pytest.raises(ValueError, match="image"):
+        with pytest.raises(VLLMValidationError, match="At most 1 image"):
             llm.chat([two], params, use_tqdm=False)
         (output,) = llm.chat([[one]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 2

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vac_cpu_attention
 import vac_cpu_linear
 import vac_cpu_sampling
@@ -165,6 +166,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Name what was left out, as skipped tests are named."""
     for reason, count in sorted(_left_out.items()):
         terminalreporter.write_line(f"LEFT OUT [{count}] {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin without the default device that a test before has set: transformers would want accelerate for it."""
+    torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)
