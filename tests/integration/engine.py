@@ -16,6 +16,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
+from vllm.outputs import RequestOutput
 
 # What a model class can do is asked in a process of its own, for the sake of GPUs: a minute under emulation.
 registry._run_in_subprocess = lambda function: function()
@@ -64,6 +65,24 @@ def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int = 20, **parameter
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **parameters)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prompt_logprobs(output: RequestOutput) -> list[float]:
+    """Of a prompt's tokens but the first, where they were asked for."""
+    tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+
+
+def token_logprobs(output: RequestOutput) -> list[float]:
+    """Of the tokens behind a prompt, where they were asked for."""
+    made = output.outputs[0]
+    return [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
+
+
+def score(llm: LLM, prompt: list[int]) -> list[float]:
+    """The logprobs of a prompt's tokens but the first."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    return prompt_logprobs(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0])
 
 
 def golden(*names: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from tests.integration import eagle_head
-from tests.integration.engine import MODEL, check_golden, engine, golden, golden_prompts, greedy, metric, worker
+from tests.integration.engine import MODEL, check_golden, engine, golden, golden_prompts, greedy, metric, score, worker
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl
 
 
@@ -223,11 +223,7 @@ def test_logprobs(llm: LLM) -> None:
         assert entry[token].rank == 1 and entry[token].logprob == values[0]
         assert sum(2.718281828**value for value in values) <= 1.0001
         chosen.append(values[0])
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    (result,) = llm.generate([{"prompt_token_ids": prompt + list(out.token_ids)}], params, use_tqdm=False)
-    again = [
-        entry[token].logprob for token, entry in zip(out.token_ids, result.prompt_logprobs[len(prompt) :], strict=True)
-    ]
+    again = score(llm, prompt + list(out.token_ids))[len(prompt) - 1 :]
     assert again == pytest.approx(chosen, abs=0.05)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.integration.engine import engine, worker
+from tests.integration.engine import engine, prompt_logprobs, worker
 from tests.integration.gemma270m import ANSWERS, FOLDER, QUESTIONS, REFERENCE, token_ids, tokenizer
 from tests.integration.quantized import script
 from vllm_arm_cpu.layers.linear import PackedLinear
@@ -46,7 +46,7 @@ def test_gemma(scheme: str, environ: dict[str, str], kind: type, tmp_path: Path)
         linears = [module.cpu_linear for name, module in named if name.endswith("_proj")]
         assert len(linears) == 18 * 4 and {type(linear) for linear in linears} == {kind}
         read, *answers = llm.generate(prompts, [reading] + [answering] * len(QUESTIONS), use_tqdm=False)
-    likely = [entry[token].logprob for token, entry in zip(ids[1:], read.prompt_logprobs[1:], strict=True)]
+    likely = prompt_logprobs(read)
     perplexity = math.exp(-sum(likely) / len(likely))
     said = [tokenizer().decode(list(answer.outputs[0].token_ids)) for answer in answers]
     expected, allowed = REFERENCE[scheme]

@@ -8,10 +8,21 @@ import os
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
-from tests.integration.engine import GOLDEN, MODEL, check_golden, engine, golden, golden_prompts, greedy, metric, worker
+from tests.integration.engine import (
+    GOLDEN,
+    MODEL,
+    check_golden,
+    engine,
+    golden,
+    golden_prompts,
+    greedy,
+    metric,
+    prompt_logprobs,
+    token_logprobs,
+    worker,
+)
 from vllm_arm_cpu.platform import upstream_ops_available
 
 SOME = ("short-1", "medium", "chat")
@@ -69,14 +80,8 @@ def test_preemption(enable_prefix_caching: bool) -> None:
         tokens = list(got.outputs[0].token_ids)
         assert tokens == list(expected.outputs[0].token_ids) == reference["token_ids"][:20]
         assert len(got.prompt_logprobs) == len(got.prompt_token_ids)
-        assert logprobs(got) == pytest.approx(logprobs(expected), abs=0.05)
-
-
-def logprobs(output: RequestOutput) -> list[float]:
-    """Of a prompt's tokens but the first, and of those behind it."""
-    tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
-    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-    return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+        assert prompt_logprobs(got) == pytest.approx(prompt_logprobs(expected), abs=0.05)
+        assert token_logprobs(got) == pytest.approx(token_logprobs(expected), abs=0.05)
 
 
 def test_whole_prefill_without_prefix_cache() -> None:
@@ -125,11 +130,7 @@ def perplexity(llm: LLM) -> float:
         for start in range(0, count * (window - 1), window - 1)
     ]
     outputs = llm.generate(windows, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    logprobs = [
-        entry[token].logprob
-        for output in outputs
-        for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    ]
+    logprobs = [logprob for output in outputs for logprob in prompt_logprobs(output)]
     return math.exp(-sum(logprobs) / len(logprobs))
 
 

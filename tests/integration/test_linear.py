@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from tests.integration.engine import MODEL, check_golden, engine, golden_prompts, greedy, worker
+from tests.integration.engine import MODEL, check_golden, engine, golden_prompts, greedy, score, worker
 from vllm_arm_cpu.layers import linear as linear_layers
 from vllm_arm_cpu.layers.linear import PackedLinear
 from vllm_arm_cpu.platform import upstream_ops_available
@@ -214,9 +213,7 @@ def test_biases_and_untied_head(biased: tuple[Path, LlamaForCausalLM], kernel: s
             assert not isinstance(model.model.embed_tokens.cpu_linear, PackedLinear)
             assert isinstance(model.lm_head.cpu_linear, PackedLinear)
             assert model.lm_head.weight.numel() == 0
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
-    got = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        got = score(llm, prompt)
     with torch.no_grad():
         exact = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
     expected = exact[range(len(prompt) - 1), prompt[1:]]

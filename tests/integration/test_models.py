@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope
 
-from tests.integration.engine import engine, worker
+from tests.integration.engine import engine, prompt_logprobs, token_logprobs, worker
 from tests.integration.zoo import SIZES, ZOO, Entry, make
 from vllm_arm_cpu.attention.backend import ArmAttentionImpl
 from vllm_arm_cpu.layers import decoder, recurrent, rotary
@@ -111,8 +111,7 @@ def compare(llm: LLM, reference: PreTrainedModel, name: str) -> None:
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == NEW_TOKENS
         ids = prompt + tokens
-        got = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
-        got += [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
+        got = prompt_logprobs(output) + token_logprobs(output)
         exact, rounded = logprobs(reference, ids[:-1]), logprobs(noisy, ids[:-1])
         place = (torch.arange(len(ids) - 1), torch.tensor(ids[1:]))
         errors.append(torch.tensor(got) - exact[place])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3MoeConfig
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.integration.checkpoints import SIZES, random_model, save
-from tests.integration.engine import engine, greedy, worker
+from tests.integration.engine import engine, greedy, score, worker
 from tests.integration.quantized import dequantized, make
 from tests.integration.test_decoder import compare_ways
 from tests.integration.test_quantization import rounded
@@ -217,9 +217,7 @@ def test_qwen3(
         # vLLM rounds GPTQ's and AWQ's FP16 scales to the model's BF16: 2^-9 at most of each.
         assert (got - expected).square().mean() < 1e-4 * expected.square().mean()
 
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
-        likely = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        likely = score(llm, prompt)
         # Steps through op lists have the bits of the modules; a whole step as one call has the tokens.
         expected_tokens = greedy(llm, [prompt[:9]], 6)
         assert len(expected_tokens[0]) == 6

@@ -27,7 +27,7 @@ from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
 from tests.integration.checkpoints import SIZES, random_model, save
-from tests.integration.engine import GOLDEN, MODEL, ROOT, check_golden, engine, golden_prompts, greedy, worker
+from tests.integration.engine import GOLDEN, MODEL, ROOT, check_golden, engine, golden_prompts, greedy, score, worker
 from tests.integration.quantized import dequantized, layers, make
 from tests.integration.test_decoder import compare_ways
 from tests.integration.test_linear import copy_of
@@ -95,9 +95,7 @@ def text(tokens: int) -> list[int]:
 
 def perplexity(llm: LLM, tokens: int) -> float:
     """Of the held-out text's beginning, which is prefilled in pieces."""
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    output = llm.generate([{"prompt_token_ids": text(tokens)}], params, use_tqdm=False)[0]
-    found = [entry[token].logprob for token, entry in zip(text(tokens)[1:], output.prompt_logprobs[1:], strict=True)]
+    found = score(llm, text(tokens))
     return math.exp(-sum(found) / len(found))
 
 
@@ -228,9 +226,7 @@ def test_llmcompressor(name: str, environ: dict[str, str], rounding: str) -> Non
     prompt = torch.randint(2, 128, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     with small_engine(directory, environ, skip_tokenizer_init=True, max_model_len=128) as llm:
         check_layers(llm, directory, Int4Linear, rounding, blocks=1)
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
-        got = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        got = score(llm, prompt)
     expected = Reference(directory, rounding, model).logprobs(prompt)[range(63), prompt[1:]]
     difference = (torch.tensor(got) - expected).abs()
     print(
@@ -308,9 +304,7 @@ def test_int8_beside_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def distance(llm: LLM) -> float:
         """Of the logprobs of the prompt's tokens, root mean square."""
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
-        got = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        got = score(llm, prompt)
         return float((torch.tensor(got) - expected[range(len(got)), prompt[1:]]).square().mean().sqrt())
 
     with small_engine(directory) as llm:

@@ -205,10 +205,7 @@ class _Watch:
                     self._processes.setdefault(process.sentinel, process)
             # Ended ones are not active any more: those seen before are asked.
             timeout = None if len(self._processes) == len(self._executor.plans) else 0.2
-            if self._processes:
-                multiprocessing.connection.wait(list(self._processes), timeout)
-            else:
-                time.sleep(0.2)
+            multiprocessing.connection.wait(list(self._processes), timeout)
             if not self._is_shutting_down():
                 self.look()
 
